@@ -1,0 +1,3 @@
+"""Summaries, scores and plans: torch and numpy only, importable by both nodes. Import of the package itself is free."""
+
+SUMMARY_NAMES = ("mean_var_int8",)

@@ -1,0 +1,481 @@
+"""Pulling: one thread per decode rank asks tiers for manifests and reads records into the KV pool.
+
+    RESOLVING --peer row--> AWAITING --manifest--> READY --destination--> PULLING --> DONE
+         `------------------------`----------------`--------------------------`--> FAILED (``error`` says why)
+
+Before READY a request holds no KV page: decode admits nothing that prefill has not committed. Bytes land in staging
+windows, are verified against the manifest's checksums, and only then scattered over the request's pages. A read that
+missed its deadline may still write later, so its window goes to quarantine, never its pages.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import numpy as np
+import zmq
+
+from decode_node.pages import PageSink
+from decode_node.tier_link import TierLink
+from transport import messages as m
+from transport.dataplane import DataPlane, Endpoint, ReadBatch, Transfer
+from transport.errors import CapacityError, DeadlineExceeded, LeaseExpired, OasisError, PeerLost, RoomFailed
+from transport.integrity import verify
+from transport.layout import KVLayout
+from transport.staging import Staging, Window
+
+log = logging.getLogger("oasis.puller")
+
+RESOLVING, AWAITING, READY, PULLING, DONE, FAILED = "resolving", "awaiting", "ready", "pulling", "done", "failed"
+BUSY_POLL_SECONDS = 0.0005
+IDLE_SECONDS = 0.25
+REPORTED_REQUESTS = 1024
+ATTEMPTS = 2
+PHASES = ("records", "partial_page", "manifest")
+
+
+@dataclass
+class PullLimits:
+    """``await_seconds``: for the commit, from the request's arrival. ``read_seconds``: for one window to land.
+    ``silence_seconds``: a tier that answers nothing for so long is taken for dead."""
+
+    await_seconds: float = 300.0
+    read_seconds: float = 30.0
+    silence_seconds: float = 10.0
+
+
+@dataclass(eq=False)
+class Pull:
+    """One request on one rank. Owner: its receiver; only the puller's thread writes ``state`` (cancel aside)."""
+
+    room: int
+    source: str
+    deadline: float
+    rid: str = ""
+    state: str = RESOLVING
+    error: OasisError | None = None
+    cancelled: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    link: TierLink | None = None
+    manifest: m.Manifest | None = None
+    lease_expires: float = 0.0
+    records: np.ndarray | None = None
+    generations: np.ndarray | None = None
+    roots: np.ndarray | None = None
+    pages: np.ndarray | None = None
+    write_row: Callable[[tuple[bytes, ...]], None] | None = None
+    cursor: int = 0
+    landed: int = 0
+    attempts: int = 0
+    retry: list[tuple[int, int]] = field(default_factory=list)
+    bytes_by_phase: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+
+
+@dataclass(eq=False)
+class Flight:
+    """One window being read: records [start, stop) of a pull."""
+
+    pull: Pull
+    start: int
+    stop: int
+    window: Window
+    transfer: Transfer
+    deadline: float
+
+
+class Puller:
+    """Owner of the links to tiers, the data plane, the staging memory and every read in flight.
+
+    ``resolve(source)`` -> peer row of a prefill node (blocking HTTP; runs on a small pool so that a dead node delays
+    nobody else); ``forget(control address)`` says that what ``resolve`` cached about a tier is void; ``sample()`` is called at least every 0.25 s (peak gauges); ``export`` about once a second.
+    """
+
+    def __init__(self, *, node: str, rank: int, layout: KVLayout, fingerprint: str, sink: PageSink, plane: DataPlane, staging: Staging,
+                 resolve: Callable[[str], dict], forget: Callable[[str], None], limits: PullLimits, sample: Callable[[], None] = lambda: None,
+                 export: Callable[[dict, dict], None] = lambda totals, gauges: None):
+        self.node, self.rank, self.layout, self.fingerprint = node, rank, layout, fingerprint
+        self.sink, self.plane, self.staging = sink, plane, staging
+        self.resolve, self.forget, self.limits, self.sample, self.export = resolve, forget, limits, sample, export
+        self.totals: Counter[str] = Counter()
+        self.live: set[Pull] = set()
+        self.reports: OrderedDict[str, dict] = OrderedDict()
+        self.links: dict[str, TierLink] = {}
+        self.flights: list[Flight] = []
+        self.staged_peak = 0
+        self._ready: list[Pull] = []
+        self._inbox: list[tuple] = []
+        self._inbox_lock = threading.Lock()
+        self._context = zmq.Context()
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._resolvers = ThreadPoolExecutor(2, thread_name_prefix="oasis-resolve")
+        self._renew_at = self._exported_at = self._sampled_at = 0.0
+        self._stop = False
+        self._thread = threading.Thread(target=self._run, name="oasis-puller", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- any thread ---------------------------------------------------------------------------------------------
+
+    def pull(self, room: int, source: str, *, rid: str = "") -> Pull:
+        """Starts a request: finds its tier and waits for its commit. ``rid`` names it in reports."""
+        pull = Pull(room, source, time.monotonic() + self.limits.await_seconds, rid)
+        self._post(self._begin, pull)
+        return pull
+
+    def fetch(self, pull: Pull, pages: np.ndarray, write_row: Callable[[tuple[bytes, ...]], None]) -> None:
+        """Names the destination: pool pages int64 [pages of the prompt], in order; ``write_row`` takes the hand-over row."""
+        self._post(self._fetch, pull, pages, write_row)
+
+    def cancel(self, pull: Pull, reason: str) -> None:
+        """After it returns neither pages nor row are written any more. Idempotent."""
+        with pull.lock:
+            if pull.cancelled or pull.state in (DONE, FAILED):
+                return
+            pull.cancelled = True
+        self._post(self._give_up, pull, RoomFailed(reason, room=pull.room))
+
+    def source_lost(self, source: str) -> None:
+        """A prefill node is dead. What it committed stands; the rest fails soon, by the tier or by this."""
+        self._post(self._shorten, source)
+
+    def close(self) -> None:
+        self._stop = True
+        self._post(lambda: None)
+        self._thread.join(timeout=10)
+        self._resolvers.shutdown(wait=False, cancel_futures=True)
+        self.plane.close()
+        self.staging.close()
+
+    def _post(self, work, *args) -> None:
+        with self._inbox_lock:
+            self._inbox.append((work, *args))
+        os.eventfd_write(self._wake, 1)
+
+    # -- the loop -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop:
+            busy = bool(self.flights) or (bool(self._ready) and self.staging.free > 0)
+            poller = zmq.Poller()
+            poller.register(self._wake, zmq.POLLIN)
+            for link in self.links.values():
+                poller.register(link.socket, zmq.POLLIN)
+            poller.poll(BUSY_POLL_SECONDS * 1000 if busy else IDLE_SECONDS * 1000)
+            try:
+                self._step(time.monotonic())
+            except Exception:  # a fault of ours: the requests end by their deadlines, the thread goes on
+                log.exception("puller step failed")
+                self.totals["internal_errors"] += 1
+                time.sleep(0.05)
+
+    def _step(self, now: float) -> None:
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        with self._inbox_lock:
+            inbox, self._inbox = self._inbox, []
+        for work, *args in inbox:
+            work(*args)
+        for link in list(self.links.values()):
+            link.process(now)
+            if link.error is not None:
+                self._drop_link(link)
+        self._land(now)
+        self._launch(now)
+        for pull in [p for p in self.live if now >= p.deadline]:
+            self._give_up(pull, DeadlineExceeded(f"request stayed in state {pull.state!r}", room=pull.room, peer=pull.source,
+                                                 limit=f"{self.limits.await_seconds} s"))
+        if now >= self._renew_at:
+            self._renew(now)
+        if self.staging.quarantined:
+            self.staging.sweep()
+        if now - self._sampled_at >= IDLE_SECONDS:
+            self._sampled_at = now
+            self.sample()
+        if now - self._exported_at >= 1.0:
+            self._exported_at = now
+            self.export(self.totals, {"pulls": len(self.live), "staging_quarantined": self.staging.quarantined})
+
+    # -- finding the manifest -----------------------------------------------------------------------------------
+
+    def _begin(self, pull: Pull) -> None:
+        if any(p.room == pull.room for p in self.live):
+            self._refuse(pull, RoomFailed("duplicate bootstrap room on this decode node", room=pull.room, peer=pull.source))
+            return
+        self.live.add(pull)
+        self.totals["requests"] += 1
+        self._resolvers.submit(self._resolved, pull)
+
+    def _resolved(self, pull: Pull) -> None:
+        """On a resolver thread."""
+        try:
+            row = self.resolve(pull.source)
+        except OasisError as error:
+            self._post(self._give_up, pull, error)
+        except Exception as error:
+            self._post(self._give_up, pull, PeerLost(f"cannot learn the prefill node's tier: {error!r}", room=pull.room, peer=pull.source))
+        else:
+            self._post(self._await, pull, row["control"])
+
+    def _await(self, pull: Pull, address: str) -> None:
+        if pull.state != RESOLVING or pull.cancelled:
+            return
+        pull.state = AWAITING
+        pull.link = self._link(address)
+        seconds = max(0.0, pull.deadline - time.monotonic())
+        pull.link.request(m.Await, dict(room=pull.room, rank=self.rank, seconds=seconds), lambda reply: self._manifest(pull, reply),
+                          deadline=pull.deadline + self.limits.silence_seconds)
+
+    def _link(self, address: str) -> TierLink:
+        link = self.links.get(address)
+        if link is None or link.error is not None:
+            link = self.links[address] = TierLink(
+                self._context, address, node=self.node, rank=self.rank, layout=self.layout, fingerprint=self.fingerprint,
+                silence=self.limits.silence_seconds, now=time.monotonic(), on_ready=self._linked)
+        return link
+
+    def _linked(self, link: TierLink) -> None:
+        try:
+            self.plane.connect(self._endpoint(link))
+        except OasisError as error:
+            link.fail(error)
+
+    def _endpoint(self, link: TierLink) -> Endpoint:
+        for endpoint in link.welcome.endpoints:
+            if endpoint.kind == self.plane.kind:
+                return endpoint
+        served = ", ".join(e.kind for e in link.welcome.endpoints)
+        raise PeerLost(f"the tier does not serve the data plane {self.plane.kind!r}, only {served}", peer=link.peer)
+
+    def _drop_link(self, link: TierLink) -> None:
+        if self.links.get(link.address) is link:
+            del self.links[link.address]
+        self.totals["links_lost"] += 1
+        self.forget(link.address)
+        for pull in [p for p in self.live if p.link is link]:
+            self._give_up(pull, link.error)
+        if link.welcome is not None:
+            self.plane.disconnect(self._endpoint(link).name)
+
+    def _manifest(self, pull: Pull, reply: m.Reply | OasisError) -> None:
+        if isinstance(reply, OasisError):
+            self._give_up(pull, reply)
+            return
+        release = dict(leases=m.pack([reply.lease], "u8"))
+        if pull.state != AWAITING or pull.cancelled:
+            self._tell(pull.link, m.Release, release)
+            return
+        pull.manifest = reply
+        pull.lease_expires = time.monotonic() + reply.lease_seconds
+        self._renew_at = min(self._renew_at, time.monotonic() + reply.lease_seconds / 3)
+        try:
+            self.layout.require_equal(reply.layout, peer=pull.link.peer, room=pull.room)
+            pages = -(-reply.prompt_tokens // self.layout.block_tokens)
+            pull.records = m.unpack(reply.records, "u4", count=pages).astype(np.int64)
+            pull.generations = m.unpack(reply.generations, "u8", count=pages)
+            pull.roots = m.unpack(reply.roots, "u8", count=pages)
+            pull.link.welcome.geometry.payload_offsets(pull.records)
+        except OasisError as error:
+            self._give_up(pull, error)
+            return
+        pull.bytes_by_phase["manifest"] = len(m.encode(reply))
+        pull.deadline = float("inf")  # from here the lease and the reads have deadlines of their own
+        pull.state = READY
+
+    # -- reading ------------------------------------------------------------------------------------------------
+
+    def _fetch(self, pull: Pull, pages: np.ndarray, write_row) -> None:
+        if pull.state != READY or pull.cancelled:
+            return
+        if len(pages) != len(pull.records):
+            self._give_up(pull, RoomFailed("prefill and decode disagree on the prompt", room=pull.room, peer=pull.source,
+                                           limit=f"{len(pages)} pages here, {len(pull.records)} committed"))
+            return
+        pull.pages, pull.write_row, pull.state = pages, write_row, PULLING
+        self._ready.append(pull)
+
+    def _launch(self, now: float) -> None:
+        """Fills free windows, one per request in turn, so that a long prompt does not hold back a short one."""
+        while self._ready and self.staging.free:
+            pull = self._ready.pop(0)
+            if pull.state != PULLING or pull.cancelled:
+                continue
+            if pull.retry:
+                start, stop = pull.retry.pop()
+            else:
+                start = pull.cursor
+                stop = pull.cursor = min(start + self.staging.window_bytes // self.layout.payload_bytes, len(pull.records))
+            try:
+                self._read(pull, start, stop, now)
+            except OasisError as error:
+                self._give_up(pull, error)
+                continue
+            if pull.retry or pull.cursor < len(pull.records):
+                self._ready.append(pull)
+
+    def _read(self, pull: Pull, start: int, stop: int, now: float) -> None:
+        window = self.staging.acquire()
+        n = stop - start
+        size = np.uint64(self.layout.payload_bytes)
+        batch = ReadBatch(
+            remote=pull.link.welcome.geometry.payload_offsets(pull.records[start:stop]),
+            local=np.uint64(window.offset) + np.arange(n, dtype=np.uint64) * size,
+            lengths=np.full(n, size, dtype=np.uint64))
+        try:
+            transfer = self.plane.read(self._endpoint(pull.link).name, batch)
+        except OasisError:
+            self.staging.release(window)
+            raise
+        self.flights.append(Flight(pull, start, stop, window, transfer, now + self.limits.read_seconds))
+        used = (len(self.flights) + self.staging.quarantined) * self.staging.window_bytes
+        self.staged_peak = max(self.staged_peak, used)
+
+    def _land(self, now: float) -> None:
+        for flight in list(self.flights):
+            pull = flight.pull
+            try:
+                if pull.state != PULLING or pull.cancelled:
+                    raise RoomFailed("no longer wanted", room=pull.room)
+                if not flight.transfer.poll():
+                    if now < flight.deadline:
+                        continue
+                    raise DeadlineExceeded("a read did not land", room=pull.room, peer=pull.link.peer, limit=f"{self.limits.read_seconds} s")
+                self._accept(flight, now)
+            except OasisError as error:
+                self.flights.remove(flight)
+                self._discard(flight)
+                self._failed_read(flight, error)
+            else:
+                self.flights.remove(flight)
+                flight.transfer.release()
+                self.staging.release(flight.window)
+                self._advance(pull)
+
+    def _accept(self, flight: Flight, now: float) -> None:
+        """Verifies what landed and hands it to the pool. Raises ``IntegrityError``, ``LeaseExpired``."""
+        pull, span = flight.pull, slice(flight.start, flight.stop)
+        n, size = flight.stop - flight.start, self.layout.payload_bytes
+        payloads = flight.window.view[: n * size].reshape(n, size)
+        verify(payloads, pull.generations[span], pull.roots[span], pull.records[span], peer=pull.link.peer, room=pull.room)
+        if now >= pull.lease_expires:
+            raise LeaseExpired("the lease ran out while records were read", room=pull.room, peer=pull.link.peer)
+        with pull.lock:
+            if not pull.cancelled:
+                self.sink.scatter(payloads, pull.pages[span])
+        partial = int(flight.stop == len(pull.records) and pull.manifest.prompt_tokens % self.layout.block_tokens != 0)
+        pull.bytes_by_phase["partial_page"] += partial * size
+        pull.bytes_by_phase["records"] += (n - partial) * size
+        pull.landed += n
+
+    def _failed_read(self, flight: Flight, error: OasisError) -> None:
+        pull = flight.pull
+        if pull.state != PULLING or pull.cancelled:
+            return
+        self.totals["read_failures"] += 1
+        pull.attempts += 1
+        if pull.attempts >= ATTEMPTS or isinstance(error, LeaseExpired):
+            self._give_up(pull, error)
+            return
+        log.warning("read again once: %s", error)
+        pull.retry.append((flight.start, flight.stop))
+        if pull not in self._ready:
+            self._ready.append(pull)
+
+    def _discard(self, flight: Flight) -> None:
+        """The window is reusable only once the plane can no longer write into it."""
+        if flight.transfer.drained:
+            flight.transfer.release()
+            self.staging.release(flight.window)
+            return
+        self.totals["quarantined"] += 1
+        try:
+            self.staging.quarantine(flight.window, flight.transfer)
+        except CapacityError as error:
+            # Windows only come back when the stopped peer resumes or its connection ends: cut it off.
+            log.error("quarantine is full, dropping the peer: %s", error)
+            flight.pull.link.fail(error)
+
+    def _advance(self, pull: Pull) -> None:
+        if pull.state != PULLING or pull.cancelled or pull.landed < len(pull.records):
+            return
+        with pull.lock:
+            if pull.cancelled:
+                return
+            pull.write_row(pull.manifest.metadata)
+            pull.state = DONE
+        self.totals["admitted"] += 1
+        for phase, n in pull.bytes_by_phase.items():
+            self.totals[f"bytes_{phase}"] += n
+        self._finish(pull)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _give_up(self, pull: Pull, error: OasisError) -> None:
+        if pull.state in (DONE, FAILED):
+            return
+        if pull.state == AWAITING and pull.link.error is None:
+            self._tell(pull.link, m.Cancel, dict(room=pull.room, rank=self.rank))
+        self._refuse(pull, error)
+        self._finish(pull)
+
+    def _refuse(self, pull: Pull, error: OasisError) -> None:
+        pull.error = error
+        pull.state = FAILED
+        self.totals["failed"] += 1
+
+    def _finish(self, pull: Pull) -> None:
+        self.live.discard(pull)
+        if pull.manifest is not None:
+            if pull.link.error is None:
+                self._tell(pull.link, m.Release, dict(leases=m.pack([pull.manifest.lease], "u8")))
+            self._report(pull)
+
+    def _report(self, pull: Pull) -> None:
+        admitted = sum(pull.bytes_by_phase.values())
+        self.reports[pull.rid or str(pull.room)] = {
+            "room": pull.room, "prompt_tokens": pull.manifest.prompt_tokens,
+            "full_transfer_bytes": pull.manifest.prompt_tokens * self.layout.token_bytes,
+            "admitted_bytes": admitted, "admitted_bytes_by_phase": dict(pull.bytes_by_phase),
+            "lifetime_bytes": admitted, "state": pull.state}
+        while len(self.reports) > REPORTED_REQUESTS:
+            self.reports.popitem(last=False)
+
+    def _tell(self, link: TierLink, make: type, fields: dict) -> None:
+        link.request(make, fields, lambda reply: None, deadline=time.monotonic() + self.limits.silence_seconds)
+
+    def _renew(self, now: float) -> None:
+        """One message per tier keeps all its leases alive, and tells a dead tier from a slow one."""
+        pause = IDLE_SECONDS if self.live else 1.0
+        for link in self.links.values():
+            if link.welcome is None or link.error is not None:
+                continue
+            pause = max(pause, link.welcome.lease_seconds / 3)
+            held = [p for p in self.live if p.link is link and p.manifest is not None]
+            sent = now
+            link.request(m.Renew, dict(leases=m.pack([p.manifest.lease for p in held], "u8")),
+                         lambda reply, held=held, link=link: self._renewed(held, link, sent, reply), deadline=now + self.limits.silence_seconds)
+        self._renew_at = now + pause
+
+    def _renewed(self, held: list[Pull], link: TierLink, sent: float, reply: m.Reply | OasisError) -> None:
+        if isinstance(reply, OasisError):
+            return  # the link fails and takes its pulls along
+        gone = set(m.unpack(reply.gone, "u8").tolist())
+        for pull in held:
+            if pull.manifest.lease in gone:
+                self._give_up(pull, LeaseExpired("the tier ended the lease", room=pull.room, peer=link.peer))
+            else:
+                pull.lease_expires = sent + link.welcome.lease_seconds
+
+    def _shorten(self, source: str) -> None:
+        soon = time.monotonic() + self.limits.silence_seconds
+        for pull in self.live:
+            if pull.source == source and pull.state in (RESOLVING, AWAITING):
+                pull.deadline = min(pull.deadline, soon)

@@ -1,0 +1,163 @@
+"""Joins SGLang's queues to our nodes: layout and model checks, tier attachment, threads.
+
+Runs in the scheduler process while it starts; whatever it raises ends the server with that message.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+
+import msgspec
+
+from oasis_sglang import config
+from oasis_sglang.fingerprint import model_fingerprint
+from oasis_sglang.metrics import Exporter
+from transport.errors import ConfigError, OasisError, PeerLost
+from transport.layout import KVLayout
+
+log = logging.getLogger("oasis")
+
+MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Model classes whose attention is plain MHA/GQA over one uniform KV pool. Others are refused by name."""
+
+
+def check_model(model_config, pool) -> None:
+    """Raises ``ConfigError`` for a model or a KV pool that records cannot describe."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    names = list(model_config.hf_config.architectures or [])
+    if not any(name in MODELS for name in names):
+        raise ConfigError(f"Oasis does not serve model class {', '.join(names)} (field architectures); it serves {', '.join(MODELS)}")
+    if getattr(model_config, "is_hybrid_swa", False) or getattr(model_config, "sliding_window_size", None) not in (None, -1):
+        raise ConfigError("Oasis does not serve sliding-window attention (field sliding_window)")
+    if type(pool) is not MHATokenToKVPool:
+        raise ConfigError(f"Oasis needs SGLang's plain MHA KV pool, this model uses {type(pool).__name__} (MLA, SWA and mamba models are refused)")
+    if pool.head_dim != pool.v_head_dim:
+        raise ConfigError(f"Oasis needs equal head dimensions of K and V (head_dim {pool.head_dim}, v_head_dim {pool.v_head_dim})")
+    if pool.k_buffer[0].ndim != 3:
+        raise ConfigError(f"Oasis needs the NHD KV layout, not {getattr(pool, 'kv_cache_layout', 'this one')} (field kv_cache_layout)")
+
+
+def layout_of(manager, pool, summary) -> KVLayout:
+    first = pool.k_buffer[0]
+    return KVLayout(
+        num_layers=pool.layer_num, kv_heads=pool.head_num, head_dim=pool.head_dim, block_tokens=pool.page_size,
+        dtype=manager.kv_cache_dtype_str, itemsize=first.element_size(), tp_size=manager.attn_tp_size,
+        summary=summary.name if summary else "none", summary_bytes=summary.bytes(pool.head_dim) if summary else 0,
+        metadata_lens=tuple(manager.kv_args.aux_item_lens))
+
+
+def _common(manager, queue, role: str):
+    from sglang.srt.runtime_context import get_memory
+
+    from oasis_sglang.selection.summaries import SUMMARIES
+
+    scheduler, pool = queue.scheduler, queue.token_to_kv_pool
+    options = config.load(get_memory().hisparse_config).validate(role)
+    check_model(scheduler.model_config, pool)
+    summary = SUMMARIES.get(options.summary)
+    layout = layout_of(manager, pool, summary)
+    model = scheduler.model_config
+    fingerprint = model_fingerprint(model.model_path, model.hf_config.to_dict(), str(model.dtype), str(model.quantization))
+    node = options.node or socket.gethostname()
+    export = Exporter(role, manager.attn_tp_rank) if scheduler.metrics_reporter.enable_metrics else (lambda totals, gauges: None)
+    return scheduler, pool, options, summary, layout, fingerprint, node, export
+
+
+def bind_prefill(manager, queue) -> None:
+    """Attaches this prefill rank to its tier and starts the publisher."""
+    from prefill_node.pages import PageSource
+    from prefill_node.publisher import Publisher
+    from transport.hashing import chain_seed
+    from transport.worker_client import WorkerClient
+
+    scheduler, pool, options, summary, layout, fingerprint, node, export = _common(manager, queue, "prefill")
+    hello = dict(node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint)
+    source = PageSource(pool.k_buffer, pool.v_buffer, layout)
+
+    def attach() -> Publisher:
+        return Publisher(WorkerClient(options.tier), hello, source, summary, reserve_seconds=options.reserve_seconds, export=export)
+
+    publisher = _patiently(attach, options.tier_start_seconds)
+
+    def identify(req) -> bytes | None:
+        """Start of the prompt's hash chain, or None for a prompt that its token ids do not determine."""
+        if req.multimodal_inputs is not None or req.input_embeds is not None:
+            return None
+        return chain_seed(layout, fingerprint, manager.attn_tp_rank, req.extra_key or "", req.cache_salt or "", req.lora_id or "")
+
+    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify)
+    geometry = publisher.client.welcome.geometry
+    log.info("prefill rank %d publishes to %s: %d records of %d bytes", manager.attn_tp_rank, options.tier, geometry.num_records, layout.payload_bytes)
+
+
+def _patiently(attach, seconds: float):
+    """Workers and tiers start in any order: an absent tier is waited for, a tier that says no is not."""
+    deadline = time.monotonic() + seconds
+    told = False
+    while True:
+        try:
+            return attach()
+        except PeerLost as error:
+            if time.monotonic() >= deadline:
+                raise ConfigError(f"no tier within {seconds:g} s: {error}") from error
+            if not told:
+                told = True
+                log.warning("waiting for the tier: %s", error)
+            time.sleep(0.2)
+
+
+def bind_decode(manager, queue) -> None:
+    """Builds this decode rank's data plane and starts the puller."""
+    import uuid
+
+    from decode_node.pages import PageSink
+    from decode_node.puller import Puller, PullLimits
+    from transport.dataplane import MeteredPlane
+    from transport.planes import make_plane
+    from transport.staging import Staging
+
+    scheduler, pool, options, _, layout, fingerprint, node, export = _common(manager, queue, "decode")
+    allocator = queue.token_to_kv_pool_allocator
+    window = max(options.staging_bytes // options.staging_windows, layout.payload_bytes)
+    staging = Staging(window, options.staging_windows)
+    plane = MeteredPlane(make_plane(options.data_plane, f"{node}:{manager.attn_tp_rank}:{uuid.uuid4().hex}", staging.region))
+    peaks = {"kv_pool_tokens_peak": 0}
+
+    def sample() -> None:
+        peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], allocator.size - allocator.available_size())
+
+    def exported(totals, gauges) -> None:
+        export(totals, {**gauges, "host_bytes": staging.region.nbytes, "kv_pool_tokens": allocator.size - allocator.available_size()})
+
+    puller = Puller(
+        node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint,
+        sink=PageSink(pool.k_buffer, pool.v_buffer, layout), plane=plane, staging=staging, resolve=manager.resolve, forget=manager.forget,
+        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds), sample=sample, export=exported)
+
+    def report() -> dict:
+        return {
+            "config": msgspec.to_builtins(options), "layout": msgspec.to_builtins(layout), "fingerprint": fingerprint,
+            "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.staged_peak,
+            "kv_pool_tokens": allocator.size - allocator.available_size(), **peaks,
+            "staging": {"free": staging.free, "leased": staging.leased, "quarantined": staging.quarantined},
+            "flights": len(puller.flights),
+            "plane": {"kind": plane.kind, "requested_bytes": sum(plane.requested.values()), "landed_bytes": sum(plane.landed.values()),
+                      "reads": plane.reads, "descriptors": plane.descriptors}}
+
+    manager.bind(puller, layout, fingerprint, report)
+    log.info("decode rank %d pulls over %s into %d windows of %d bytes", manager.attn_tp_rank, plane.kind, options.staging_windows, window)
+
+
+def report(scheduler) -> dict:
+    """What ``/server_info`` shows under ``oasis``."""
+    for queue in ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"):
+        if getattr(scheduler, queue, None) is not None:
+            try:
+                return getattr(scheduler, queue).kv_manager.report()
+            except OasisError as error:
+                return {"error": str(error)}
+    return {}

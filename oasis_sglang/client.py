@@ -1,0 +1,97 @@
+"""A small client of SGLang's ``/generate``: token ids in, token ids and times out, streaming.
+
+Standard library only, so that importing it costs nothing and measures nothing but the server.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class GenerateError(Exception):
+    """The server answered with an error, in the HTTP status or inside the stream."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One answer. Times are seconds since the request was sent, one entry per chunk of the stream."""
+
+    rid: str
+    prompt_tokens: int
+    output_ids: list[int]
+    chunk_times: list[float]
+    finish_reason: dict
+
+    @property
+    def ttft_seconds(self) -> float:
+        return self.chunk_times[0]
+
+    @property
+    def itl_seconds_mean(self) -> float:
+        """Mean time between tokens after the first; 0 for a single token."""
+        gaps = len(self.output_ids) - 1
+        return (self.chunk_times[-1] - self.chunk_times[0]) / gaps if gaps > 0 else 0.0
+
+
+def generate(
+    url: str,
+    input_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    rid: str | None = None,
+    sampling: Mapping[str, object] | None = None,
+    timeout: float = DEFAULT_TIMEOUT_S,
+) -> Generation:
+    """Greedy and to full length unless ``sampling`` says otherwise. Raises GenerateError, or OSError."""
+    greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
+    body = {"input_ids": list(input_ids), "sampling_params": {**greedy, **(sampling or {})}, "stream": True}
+    if rid is not None:
+        body["rid"] = rid
+    start = time.perf_counter()
+    times, last = [], None
+    for chunk in _stream(url + "/generate", body, timeout):
+        times.append(time.perf_counter() - start)
+        last = chunk
+    if last is None:
+        raise GenerateError(f"{url} closed the stream without an answer")
+    meta = last["meta_info"]
+    return Generation(meta["id"], meta["prompt_tokens"], last["output_ids"], times, meta["finish_reason"])
+
+
+def generate_concurrently(url: str, prompts: Sequence[Sequence[int]], **options) -> list[Generation]:
+    """All prompts at once, answers in their order. ``rid`` in ``options`` becomes ``rid-0``, ``rid-1``, ..."""
+    rid = options.pop("rid", None)
+
+    def one(index: int) -> Generation:
+        own = None if rid is None else f"{rid}-{index}"
+        return generate(url, prompts[index], rid=own, **options)
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(one, range(len(prompts))))
+
+
+def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        reply = urllib.request.urlopen(request, timeout=timeout)
+    except urllib.error.HTTPError as error:
+        raise GenerateError(f"HTTP {error.code} from {url}: {error.read(2000).decode(errors='replace')}") from error
+    with reply:
+        for line in reply:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            chunk = json.loads(line[len(b"data: ") :])
+            if "error" in chunk:
+                raise GenerateError(f"{url}: {chunk['error']}")
+            reason = chunk["meta_info"].get("finish_reason") or {}
+            if reason.get("type") == "abort":
+                raise GenerateError(f"{url}: {reason.get('message', 'aborted')}")
+            yield chunk

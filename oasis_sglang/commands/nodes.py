@@ -1,0 +1,79 @@
+"""``oasis tier``, ``oasis prefill``, ``oasis decode``: one node's process each."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from typing import Annotated
+
+import typer
+
+from transport.errors import OasisError
+
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_bytes(text: str) -> int:
+    """"1GiB", "512MiB", "1e9" is refused: whole numbers with an optional unit. Raises ``typer.BadParameter``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
+    if not match or match[2].lower() not in _UNITS:
+        raise typer.BadParameter(f"{text!r} is not a size such as 1GiB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def tier(
+    local: Annotated[str, typer.Option(help="Unix socket for this node's prefill workers.", show_default="the runtime directory")] = "",
+    listen: Annotated[str, typer.Option(help="host:port of the control plane for decode nodes; port 0 = any free one.")] = "127.0.0.1:0",
+    http: Annotated[str, typer.Option(help="host:port of /healthz, /readyz, /metrics and /state.")] = "127.0.0.1:0",
+    arena_bytes: Annotated[int, typer.Option(parser=parse_bytes, metavar="SIZE", help="Host memory for KV records.")] = "1GiB",
+    data_plane: Annotated[str, typer.Option(help="Data planes to serve, comma separated: nixl, zmq.")] = "nixl,zmq",
+    advertise: Annotated[str, typer.Option(help="Address that decode nodes are told.", show_default="the one listened on")] = "",
+    node: Annotated[str, typer.Option(help="Name of this node.", show_default="the host name")] = "",
+    lease_seconds: Annotated[float, typer.Option(help="A decode node must renew its leases within this.")] = 30.0,
+    grace_seconds: Annotated[float, typer.Option(help="How much longer records of a silent decode node stay.")] = 5.0,
+    room_seconds: Annotated[float, typer.Option(help="How long a committed request waits for its decode node.")] = 120.0,
+    allow_plaintext: Annotated[bool, typer.Option(help="Serve other hosts without encryption (trusted networks only).")] = False,
+) -> None:
+    """Own the KV arena of this node: prefill workers write it, decode nodes read it. Runs until SIGTERM."""
+    from oasis_sglang.launch import default_tier_socket
+    from transport.server import TierOptions, serve
+    from transport.tier import TierLimits
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    options = TierOptions(
+        local=local or default_tier_socket(), listen=listen, http=http, arena_bytes=arena_bytes,
+        planes=tuple(p for p in data_plane.replace(" ", "").split(",") if p), advertise=advertise, node=node,
+        allow_plaintext=allow_plaintext, limits=TierLimits(lease_seconds, grace_seconds, room_seconds))
+    _run(lambda: serve(options))
+
+
+def prefill(context: typer.Context) -> None:
+    """Serve as a prefill worker. Takes any `sglang serve` flag, and --oasis-OPTION VALUE."""
+    _worker("prefill", context.args)
+
+
+def decode(context: typer.Context) -> None:
+    """Serve as a decode worker. Takes any `sglang serve` flag, and --oasis-OPTION VALUE."""
+    _worker("decode", context.args)
+
+
+def _worker(role: str, flags: list[str]) -> None:
+    from oasis_sglang.launch import run_worker
+
+    _run(lambda: run_worker(role, flags))
+
+
+def _run(work) -> None:
+    try:
+        work()
+    except OasisError as error:
+        typer.echo(f"oasis: {error}", err=True)
+        raise typer.Exit(2) from None
+
+
+def register(app: typer.Typer) -> None:
+    through = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command()(tier)
+    app.command(context_settings=through)(prefill)
+    app.command(context_settings=through)(decode)

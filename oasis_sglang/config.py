@@ -1,0 +1,88 @@
+"""Options of an Oasis worker.
+
+They come from ``--hisparse-config '{"oasis": {...}}'`` (SGLang passes unknown keys through to every process) and from
+``SGLANG_OASIS_CONFIG`` (JSON, or ``@file``), which wins. ``oasis prefill`` and ``oasis decode`` set the latter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import msgspec
+
+from transport.errors import ConfigError
+
+ENV = "SGLANG_OASIS_CONFIG"
+ACTIVE_ENV = "SGLANG_OASIS_ACTIVE"
+
+
+class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker's options; every field is an option of the same name.
+
+    tier: unix socket of the node's tier (prefill). data_plane: nixl | zmq | loopback (decode; the tier must serve it).
+    admission: full = pull every block before decoding. summary: kind built at publication, "none" for none.
+    staging_bytes, staging_windows: host memory that reads land in. reserve_seconds: how long a prompt may wait for
+    room in the arena. await_seconds: how long decode waits for prefill's commit. read_seconds: one window's deadline.
+    silence_seconds: a tier that answers nothing for so long is dead. tier_start_seconds: how long to wait for the tier
+    at start.
+    """
+
+    tier: str = ""
+    node: str = ""
+    data_plane: str = "nixl"
+    admission: str = "full"
+    summary: str = "mean_var_int8"
+    staging_bytes: int = 64 << 20
+    staging_windows: int = 4
+    reserve_seconds: float = 30.0
+    await_seconds: float = 300.0
+    read_seconds: float = 30.0
+    silence_seconds: float = 10.0
+    tier_start_seconds: float = 60.0
+
+    def validate(self, role: str) -> OasisConfig:
+        """Raises ``ConfigError`` naming the option."""
+        from oasis_sglang.selection import SUMMARY_NAMES
+
+        choices = {"data_plane": ("nixl", "zmq"), "admission": ("full",), "summary": (*SUMMARY_NAMES, "none")}
+        for option, allowed in choices.items():
+            if getattr(self, option) not in allowed:
+                raise ConfigError(f"Oasis option {option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")
+        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds"):
+            if getattr(self, option) <= 0:
+                raise ConfigError(f"Oasis option {option} must be positive")
+        if role == "prefill" and not self.tier:
+            raise ConfigError("Oasis option tier is missing: the unix socket of this node's `oasis tier`")
+        return self
+
+
+def parse(options: dict) -> OasisConfig:
+    """Raises ``ConfigError`` naming an unknown option or a wrong type."""
+    unknown = sorted(set(options) - set(OasisConfig.__struct_fields__))
+    if unknown:
+        raise ConfigError(f"unknown Oasis option {', '.join(unknown)}; known: {', '.join(OasisConfig.__struct_fields__)}")
+    try:
+        return msgspec.convert(options, OasisConfig)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"Oasis options: {error}") from error
+
+
+def load(hisparse_config: str | None = None) -> OasisConfig:
+    """This process' options. ``hisparse_config``: the flag's JSON text, if it was given."""
+    options: dict = {}
+    for name, text in (("--hisparse-config", hisparse_config), (ENV, os.environ.get(ENV))):
+        if not text:
+            continue
+        try:
+            parsed = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{name} is not readable JSON: {error}") from error
+        options |= parsed if name == ENV else parsed.get("oasis", {})
+    return parse(options)
+
+
+def active() -> bool:
+    """Whether this server chose ``--disaggregation-transfer-backend oasis`` (set while its arguments were resolved)."""
+    return os.environ.get(ACTIVE_ENV) == "1"

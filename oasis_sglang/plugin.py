@@ -1,0 +1,86 @@
+"""Entry point ``sglang.srt.plugins``: runs once in every SGLang process, before arguments are parsed.
+
+Wires hooks and registrations and checks the seams. Nothing heavy is imported here; our node packages load when a
+server that chose the ``oasis`` back end builds its queues.
+"""
+
+from __future__ import annotations
+
+import os
+
+from oasis_sglang import config, seams
+from transport.errors import ConfigError
+
+BACKEND = "oasis"
+_problems: list[str] = []
+
+
+def load() -> None:
+    """Raises ``SystemExit`` in a process of an Oasis server whose seams have drifted; elsewhere the problem is kept and
+    raised when a server asks for the back end, so that other servers go on."""
+    from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from oasis_sglang.hooks import HOOKS
+
+    add_disagg_transfer_backend_choices([BACKEND])
+    register_resolution_hook("handle_pd_disaggregation")(resolve_arguments)
+    hooks = [(hook.seam.target, hook.function, hook.kind) for hook in HOOKS]
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+        from oasis_sglang.cpu.hooks import CPU_HOOKS
+
+        hooks += [tuple(hook) for hook in CPU_HOOKS]
+    _problems[:] = seams.drift([*seams.SURFACE, *(hook.seam for hook in HOOKS)])
+    for target, function, kind in hooks:
+        HookRegistry.register(target, function, HookType(kind))
+    HookRegistry.apply_hooks()  # SGLang does it after us and swallows failures; now is when we can look
+    _problems.extend(seams.unhooked(target for target, _, _ in hooks))
+    if _problems and config.active():
+        raise SystemExit(refusal())
+
+
+def refusal() -> str:
+    return "Oasis refuses to serve, SGLang's seams have drifted:\n  " + "\n  ".join(_problems)
+
+
+def resolve_arguments(server_args, previous) -> None:
+    """Resolution step: ``--disaggregation-transfer-backend oasis`` becomes SGLang's ``nixl`` with our classes behind it,
+    because several of SGLang's checks compare that name. Raises ``ConfigError``."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    # The pristine value: resolution can run again, and the view then shows what we declared.
+    if server_args.disaggregation_transfer_backend != BACKEND:
+        os.environ.pop(config.ACTIVE_ENV, None)
+        previous(server_args)
+        return
+    if _problems:
+        raise ConfigError(refusal())
+    if view.disaggregation_mode not in ("prefill", "decode"):
+        raise ConfigError("--disaggregation-transfer-backend oasis needs --disaggregation-mode prefill or decode")
+    _refuse_unsupported(view)
+    config.load(view.hisparse_config).validate(view.disaggregation_mode)
+    os.environ[config.ACTIVE_ENV] = "1"
+    declared = {"disaggregation_transfer_backend": "nixl"}
+    if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup == "host_pool":
+        # The default would build SGLang's host cache beside ours: twice the host memory.
+        declared["disaggregation_decode_retraction_backup"] = "cpu_tensor"
+    declare_resolution(server_args, BACKEND, **declared)
+    previous(server_args)
+
+
+def _refuse_unsupported(view) -> None:
+    refused = {
+        "pp_size": view.pp_size > 1,
+        "dcp_size": view.dcp_size > 1,
+        "enable_pd_role_switch": view.enable_pd_role_switch,
+        "disaggregation_decode_enable_radix_cache": view.disaggregation_decode_enable_radix_cache,
+        "disaggregation_decode_host_receive_threshold": view.disaggregation_decode_host_receive_threshold < 1,
+        "disaggregation_decode_allocation_policy": view.disaggregation_decode_allocation_policy == "prefill_complete",
+        "SGLANG_DISAGG_STAGING_BUFFER": os.environ.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() in ("1", "true"),
+        "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"),
+    }
+    for option, wrong in refused.items():
+        if wrong:
+            raise ConfigError(f"Oasis does not support {option} as set ({getattr(view, option, 'on')!r})")

@@ -1,0 +1,323 @@
+"""A whole stack on one machine: start it, wait until it serves, stop it and leave nothing behind.
+
+    with Processes(log=run_dir / "zygote.log", env=import_environment()) as processes:
+        with Stack(StackSpec(kind="oasis", model=model), processes, run_dir=run_dir) as stack:
+            requests.post(stack.url + "/generate", ...)
+
+Kinds: ``oasis`` (tier, prefill, decode, router), ``stock`` (SGLang's own PD over NIXL with a router, under the
+same CPU runtime), ``monolith`` (one SGLang server). On a machine without a GPU the SGLang servers are forked from
+one import, otherwise each is a process started in the usual way.
+
+A Stack owns its servers, ports and scratch directory (sockets and SGLang's temporary files) from ``start`` to
+``stop``. The logs in ``run_dir`` outlive it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from oasis_sglang.cpu import platform
+from oasis_sglang.processes import Environment, Processes, ProcessesError, Server
+
+HOST = "127.0.0.1"
+DEFAULT_ARENA_BYTES = 1 << 30
+READY_TIMEOUT_S = 300.0
+_PROGRESS_EVERY_S = 15.0
+_PROBE_TIMEOUT_S = 5.0
+
+Progress = Callable[[str], None]
+Kind = Literal["oasis", "stock", "monolith"]
+Role = Literal["prefill", "decode", "monolith"]
+
+
+class StackError(Exception):
+    """A server of the stack failed or did not become ready; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class StackSpec:
+    """What to run. The flag tuples are SGLang server flags and win over our defaults, being parsed last."""
+
+    kind: Kind
+    model: Path | str
+    served_model_name: str | None = None
+    host: str = HOST
+    port: int = 0
+    """Of the endpoint (the router, or the monolith); 0 takes a free one."""
+    flags: tuple[str, ...] = ()
+    prefill_flags: tuple[str, ...] = ()
+    decode_flags: tuple[str, ...] = ()
+    config: Mapping[str, object] = field(default_factory=dict)
+    """Oasis options of both workers, beside the tier's address."""
+    arena_bytes: int = DEFAULT_ARENA_BYTES
+    data_plane: str = "nixl"
+    env: Environment = field(default_factory=dict)
+    """Extra environment of every process of the stack."""
+    max_running_requests: int = 4
+    max_total_tokens: int = 20_000
+
+
+def import_environment() -> dict[str, str]:
+    """Environment for ``Processes`` on this machine: OpenMP and Hugging Face read theirs while being imported."""
+    environment = {"HF_HUB_OFFLINE": "1"}
+    if platform.wanted():
+        environment |= platform.CPU_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""}
+    return environment
+
+
+def worker_argv(role: Role, spec: StackSpec, user_flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Flags and environment of one SGLang server, apart from its addresses."""
+    argv = ["--page-size", "16", "--skip-server-warmup", "--max-running-requests", str(spec.max_running_requests)]
+    if platform.wanted():
+        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
+        argv += ["--disable-overlap-schedule", "--sleep-on-idle", "--mem-fraction-static", "0.2"]
+        argv += ["--max-total-tokens", str(spec.max_total_tokens)]
+        if role == "decode":
+            argv += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    if role != "monolith":
+        argv += ["--disaggregation-mode", role]
+        argv += ["--disaggregation-transfer-backend", "oasis" if spec.kind == "oasis" else "nixl"]
+    if spec.served_model_name:
+        argv += ["--served-model-name", spec.served_model_name]
+    return ["--model-path", str(spec.model), *argv, *user_flags], {}
+
+
+class Stack:
+    """The running stack. ``start`` either returns with everything ready or raises with everything stopped."""
+
+    def __init__(
+        self,
+        spec: StackSpec,
+        processes: Processes,
+        *,
+        run_dir: Path,
+        progress: Progress = lambda line: None,
+        ready_timeout: float = READY_TIMEOUT_S,
+    ):
+        self.spec = spec
+        self.servers: dict[str, Server] = {}
+        self.urls: dict[str, str] = {}
+        self._processes = processes
+        self._run_dir = run_dir
+        self._progress = progress
+        self._ready_timeout = ready_timeout
+        self._scratch: Path | None = None
+        self._segments: set[Path] = set()
+
+    def __enter__(self) -> Stack:
+        self.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where clients go."""
+        return self.urls["monolith" if self.spec.kind == "monolith" else "router"]
+
+    def start(self) -> None:
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._scratch = Path(tempfile.mkdtemp(prefix=f"{self.spec.kind}-", dir=self._processes.scratch))
+        try:
+            if self.spec.kind == "oasis":
+                self._start_tier()
+            self._preload()
+            if self.spec.kind == "monolith":
+                self._start_worker("monolith", port=self.spec.port, host=self.spec.host)
+                self._wait_ready({"monolith": "/health"})
+            else:
+                self._start_pair()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop everything, what was started last first. Idempotent; bounded by SIGKILL for each server."""
+        servers = list(self.servers.values())
+        try:
+            self._note_segments()
+            workers = [server for server in servers if server.name not in ("tier", "router")]
+            for group in (_named(servers, "router"), workers, _named(servers, "tier")):
+                _stop_together(group)
+        finally:
+            self.servers.clear()
+            if self._scratch is not None:
+                shutil.rmtree(self._scratch, ignore_errors=True)
+                self._scratch = None
+            for segment in self._segments:
+                segment.unlink(missing_ok=True)
+            self._segments.clear()
+
+    def check(self) -> None:
+        """Raise StackError when a server has exited."""
+        for server in self.servers.values():
+            if server.poll() is not None:
+                raise StackError(f"{server.name} ended with exit code {server.code}\n{_excerpt(server)}")
+
+    def server_info(self, name: str) -> dict:
+        return get_json(self.urls[name] + "/server_info")
+
+    def _note_segments(self) -> None:
+        """Remember the shared memory that SGLang never unlinks, whichever way it ends (load snapshots)."""
+        for server in self.servers.values():
+            self._segments |= server.shared_segments()
+
+    def _preload(self) -> None:
+        if platform.wanted():
+            self._progress("importing SGLang (15 to 40 s, once)")
+            self._processes.preload()
+
+    def _start_tier(self) -> None:
+        port = free_port()
+        argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", self._tier_socket]
+        argv += ["--listen", f"{HOST}:0", "--http", f"{HOST}:{port}"]
+        argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane]
+        self._progress("starting the tier")
+        self.urls["tier"] = f"http://{HOST}:{port}"
+        self._run("tier", argv)
+        # Workers attach to the tier while they start, so it has to be there first.
+        self._wait_ready({"tier": "/readyz"})
+
+    @property
+    def _tier_socket(self) -> str:
+        return str(self._scratch / "tier.sock")
+
+    def _start_pair(self) -> None:
+        bootstrap = free_port()
+        for role in ("prefill", "decode"):
+            self._start_worker(role, flags=["--disaggregation-bootstrap-port", str(bootstrap)])
+        self._wait_ready({"prefill": "/health", "decode": "/health"})
+        port = self.spec.port or free_port()
+        argv = [sys.executable, "-P", "-m", "oasis_sglang.router", "--pd-disaggregation"]
+        argv += ["--prefill", self.urls["prefill"], str(bootstrap), "--decode", self.urls["decode"]]
+        argv += ["--host", self.spec.host, "--port", str(port), "--prometheus-port", str(free_port())]
+        argv += ["--policy", "round_robin", "--worker-startup-check-interval", "1", "--disable-health-check"]
+        # One pair of workers: a retry would run the same request on the same workers again.
+        argv += ["--disable-retries", "--disable-circuit-breaker"]
+        self.urls["router"] = f"http://{_reachable(self.spec.host)}:{port}"
+        self._progress("starting the router")
+        self._run("router", argv)
+        self._wait_ready({"router": "/readiness"})
+
+    def _start_worker(self, role: Role, *, flags: Sequence[str] = (), port: int = 0, host: str = HOST) -> None:
+        port = port or free_port()
+        own = {"prefill": self.spec.prefill_flags, "decode": self.spec.decode_flags}.get(role, ())
+        address = ["--host", host, "--port", str(port)]
+        argv, env = worker_argv(role, self.spec, [*address, *flags, *self.spec.flags, *own])
+        if self.spec.kind == "oasis":
+            env["SGLANG_OASIS_CONFIG"] = json.dumps({"tier": self._tier_socket, **self.spec.config})
+        self.urls[role] = f"http://{_reachable(host)}:{port}"
+        self._progress(f"starting {self.spec.kind if role == 'monolith' else role}")
+        if platform.wanted():
+            self._serve(role, argv, env)
+        else:
+            self._run(role, [sys.executable, "-P", "-m", "sglang.launch_server", *argv], env)
+
+    def _serve(self, name: str, argv: Sequence[str], env: Environment) -> None:
+        log, env = self._place(name, env)
+        self.servers[name] = self._processes.serve(argv, log=log, env=env, name=name)
+
+    def _run(self, name: str, argv: Sequence[str], env: Environment | None = None) -> None:
+        log, env = self._place(name, env or {})
+        self.servers[name] = self._processes.run(argv, log=log, env=env, name=name)
+
+    def _place(self, name: str, env: Environment) -> tuple[Path, dict[str, str | None]]:
+        """Log file, and environment with a temporary directory of the server's own.
+
+        SGLang leaves five socket files behind in its temporary directory at every exit, and its metrics in one
+        of their own after a SIGKILL.
+        """
+        temporary = self._scratch / name
+        metrics = temporary / "metrics"
+        metrics.mkdir(parents=True)
+        own = {"TMPDIR": str(temporary), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
+        return self._run_dir / f"{name}.log", {**own, **env, **self.spec.env}
+
+    def _wait_ready(self, paths: Mapping[str, str]) -> None:
+        start = time.monotonic()
+        waiting = dict(paths)
+        next_line = start + _PROGRESS_EVERY_S
+        while waiting:
+            self.check()
+            for name, path in list(waiting.items()):
+                if probe(self.urls[name] + path):
+                    del waiting[name]
+                    self._note_segments()  # now, in case the server is killed later
+                    self._progress(f"{name} is ready after {time.monotonic() - start:.0f} s")
+            now = time.monotonic()
+            if waiting and now - start > self._ready_timeout:
+                name = next(iter(waiting))
+                raise StackError(
+                    f"{name} was not ready within {self._ready_timeout:.0f} s\n{_excerpt(self.servers[name])}"
+                )
+            if waiting and now > next_line:
+                next_line += _PROGRESS_EVERY_S
+                self._progress(f"waiting for {' and '.join(waiting)} ({now - start:.0f} s)")
+            if waiting:
+                time.sleep(0.1)
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago. The kernel hands such ports out in turn, so a clash is unlikely."""
+    with socket.socket() as probe_socket:
+        probe_socket.bind((HOST, 0))
+        return probe_socket.getsockname()[1]
+
+
+def probe(url: str) -> bool:
+    """Whether a GET answers 200."""
+    try:
+        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as reply:
+            return reply.status == 200
+    except (OSError, ValueError):  # refused, reset, timed out, or an HTTP error status
+        return False
+
+
+def get_json(url: str, timeout: float = 30.0) -> dict:
+    with urllib.request.urlopen(url, timeout=timeout) as reply:
+        return json.load(reply)
+
+
+def _reachable(host: str) -> str:
+    return HOST if host in ("0.0.0.0", "::", "") else host
+
+
+def _named(servers: Sequence[Server], name: str) -> list[Server]:
+    return [server for server in servers if server.name == name]
+
+
+def _stop_together(servers: Sequence[Server]) -> None:
+    """Each takes seconds to drain, so they do it at the same time. Errors surface after all were tried."""
+    errors: list[BaseException] = []
+
+    def stop(server: Server) -> None:
+        try:
+            server.stop()
+        except (ProcessesError, TimeoutError) as error:
+            errors.append(error)
+
+    with ExitStack() as joins:
+        for server in servers:
+            thread = threading.Thread(target=stop, args=(server,))
+            thread.start()
+            joins.callback(thread.join)
+    if errors:
+        raise errors[0]
+
+
+def _excerpt(server: Server, lines: int = 30) -> str:
+    return f"--- last lines of {server.log}\n{server.tail(lines)}\n---"

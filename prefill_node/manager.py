@@ -1,0 +1,146 @@
+"""SGLang's view of a prefill rank: a KV manager, a sender per request and the bootstrap server.
+
+Unlike SGLang's own back ends nothing here waits for a decode node: the sender reports Bootstrapping until the local
+tier has reserved the prompt's records, WaitingForInput while prefill computes, and Success once the tier acknowledged
+the commit. Sources: ``sglang/srt/disaggregation/common/conn.py`` (bases), ``prefill.py`` (callers).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+
+import numpy as np
+import requests
+from aiohttp import web
+from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVSender, KVTransferError
+
+from prefill_node import publisher as p
+from transport.errors import ConfigError, RoomFailed
+
+log = logging.getLogger("oasis.prefill")
+
+
+class OasisPrefillManager(CommonKVManager):
+    """Owner of the publisher. ``bind`` completes it once the KV pool is at hand."""
+
+    def __init__(self, args, disaggregation_mode, server_args, is_mla_backend=False):
+        super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.publisher: p.Publisher | None = None
+        self.identify = None
+
+    def bind(self, publisher: p.Publisher, peer_row: dict, identify) -> None:
+        """``peer_row``: what decode ranks are told, less the tier's address; ``identify(req)`` -> chain seed or None."""
+        self.publisher, self.peer_row, self.identify = publisher, peer_row, identify
+        publisher.on_attach = self._announce
+        self._announce(publisher.client.welcome)
+        publisher.start()
+
+    def _announce(self, welcome) -> None:
+        row = {**self.peer_row, "control": welcome.control, "epoch": welcome.epoch, "dp_rank": self.attn_dp_rank, "tp_rank": self.attn_tp_rank}
+        host = "127.0.0.1" if self.bootstrap_host in ("0.0.0.0", "") else self.bootstrap_host
+        if self.dist_init_addr:
+            host = self.dist_init_addr.rpartition(":")[0]
+        url = f"http://{host}:{self.bootstrap_port}/oasis/peer"
+        response = requests.put(url, json=row, timeout=5)
+        if response.status_code != 200:
+            raise ConfigError(f"the bootstrap server refused this rank: {response.text}", peer=url)
+
+    def metadata_row(self, index: int) -> tuple[bytes, ...]:
+        """The whole hand-over row: first token, logprobs, speculative seed, room."""
+        args = self.kv_args
+        return tuple(ctypes.string_at(ptr + index * n, n) for ptr, n in zip(args.aux_data_ptrs, args.aux_item_lens))
+
+    def report(self) -> dict:
+        """Counters for ``/server_info``."""
+        totals = dict(self.publisher.totals)
+        welcome = self.publisher.client.welcome
+        return {"role": "prefill", "tier": self.publisher.client.path, "epoch": welcome.epoch if welcome else "",
+                "totals": totals, "publications": len(self.publisher.live)}
+
+
+class OasisSender(CommonKVSender):
+    """One request on one prefill rank; owner of its ``Publication``."""
+
+    def __init__(self, mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank=False):
+        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        # The base class keys its states by room in a dictionary, where two requests with one room would mix.
+        mgr.request_status.pop(bootstrap_room, None)
+        self.publication: p.Publication | None = None
+
+    def open(self, req) -> None:
+        """Called once the sender belongs to ``req``: starts the reservation."""
+        tokens = np.asarray(req.origin_input_ids, dtype=np.int64)
+        self.publication = self.kv_mgr.publisher.publish(self.bootstrap_room, tokens, self.kv_mgr.identify(req))
+
+    def send(self, kv_indices, state_indices=None, num_kv_tokens=None, indices_event=None):
+        first = self.curr_idx
+        self.curr_idx += len(kv_indices)
+        pub, event = self.publication, self._early_send_wait_event
+        self._early_send_wait_event = None
+        if pub.state == p.FAILED:
+            return
+        if len(kv_indices):
+            self.kv_mgr.publisher.send(pub, np.array(kv_indices, dtype=np.int64), first, num_kv_tokens, event)
+            self._record_transfer_indices(kv_indices, None)
+        if self.curr_idx == self.num_kv_indices:
+            self.kv_mgr.publisher.commit(pub, self.kv_mgr.metadata_row(self.aux_index))
+
+    def poll(self) -> int:
+        if self.conclude_state is None:
+            state = self.publication.state
+            if state == p.COMMITTED:
+                self.conclude_state = KVPoll.Success
+            elif state == p.FAILED:
+                self.conclude_state = KVPoll.Failed
+            else:
+                return KVPoll.Bootstrapping if state == p.OPENING else KVPoll.WaitingForInput
+        return self.conclude_state
+
+    def clear(self) -> None:
+        self.abort_publication("the request was cleared")
+
+    def abort(self) -> None:
+        self.abort_publication("the request was aborted on the prefill node")
+        self.conclude_state = KVPoll.Failed
+
+    def abort_publication(self, reason: str) -> None:
+        if self.publication is not None:
+            self.kv_mgr.publisher.cancel(self.publication, reason)
+
+    def failure_exception(self):
+        self.conclude_state = KVPoll.Failed
+        error = self.publication.error or RoomFailed("aborted", room=self.bootstrap_room)
+        self.abort_publication(str(error))
+        raise KVTransferError(self.bootstrap_room, f"{error.code}: {error}")
+
+
+class OasisBootstrapServer(CommonKVBootstrapServer):
+    """SGLang's bootstrap server plus one row per prefill rank: where its tier is and how its KV looks."""
+
+    def _setup_routes(self):
+        super()._setup_routes()
+        self.peers: dict[tuple[int, int], dict] = {}
+        self.app.router.add_put("/oasis/peer", self._put_peer)
+        self.app.router.add_get("/oasis/peer", self._get_peer)
+
+    async def _put_peer(self, request: web.Request) -> web.Response:
+        row = await request.json()
+        try:
+            key = (int(row["dp_rank"]), int(row["tp_rank"]))
+        except (KeyError, TypeError, ValueError):
+            return web.Response(status=400, text="a row needs dp_rank and tp_rank")
+        self.peers[key] = row
+        return web.json_response({})
+
+    async def _get_peer(self, request: web.Request) -> web.Response:
+        try:
+            key = (int(request.query["dp_rank"]), int(request.query["tp_rank"]))
+        except (KeyError, ValueError):
+            return web.Response(status=400, text="dp_rank and tp_rank are needed")
+        row = self.peers.get(key)
+        if row is None:
+            tp = sorted({k[1] for k in self.peers})
+            return web.Response(status=404, text=f"no prefill rank dp={key[0]} tp={key[1]}; registered tp ranks: {tp}")
+        return web.json_response(row)

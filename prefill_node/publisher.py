@@ -1,0 +1,267 @@
+"""Publishing: one thread per prefill rank moves finished pages from the KV pool into the tier's arena.
+
+The scheduler thread never waits for the tier: it posts work and polls ``Publication.state``. The one exception is
+``cancel``, which waits for the copy of at most one batch, because the pool's pages are reused the moment it returns.
+
+    OPENING --reserved--> OPEN --chunks copied, commit acknowledged--> COMMITTED
+        `---------------------`--> FAILED (``error`` says why)
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from prefill_node.pages import ArenaWriter, PageSource
+from transport import messages as m
+from transport.errors import CapacityError, DeadlineExceeded, OasisError, PeerLost, RoomFailed
+from transport.hashing import page_hashes
+from transport.records import HASH_BYTES
+from transport.worker_client import WorkerClient
+
+log = logging.getLogger("oasis.publisher")
+
+OPENING, OPEN, COMMITTED, FAILED = "opening", "open", "committed", "failed"
+BATCH_BYTES = 16 << 20
+RETRY_SECONDS = 0.02
+REATTACH_SECONDS = 1.0
+
+
+@dataclass(eq=False)
+class Publication:
+    """One request on one rank. ``tokens`` int64 [prompt]; ``seed`` starts its hash chain, None = never shared.
+
+    Owner: the sender that posted it; the publisher's thread alone writes ``state`` and the arrays.
+    """
+
+    room: int
+    tokens: np.ndarray
+    seed: bytes | None
+    pages: int
+    deadline: float
+    state: str = OPENING
+    error: OasisError | None = None
+    cancelled: bool = False
+    opened: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    records: np.ndarray | None = None
+    generations: np.ndarray | None = None
+    roots: np.ndarray | None = None
+    fresh: np.ndarray | None = None
+    copied_bytes: int = 0
+
+
+class Publisher:
+    """Owner of the worker's connection to the tier and of every copy in flight.
+
+    ``on_attach(welcome)`` is called on the publisher's thread after each re-attachment (a tier that restarted has a new
+    epoch). ``totals`` counts; ``export`` (optional) is called about once a second with it.
+    """
+
+    def __init__(self, client: WorkerClient, hello: dict, source: PageSource, summary, *, reserve_seconds: float,
+                 on_attach: Callable[[m.Welcome], None] = lambda welcome: None, export: Callable[[dict, dict], None] = lambda totals, gauges: None):
+        self.client, self.hello, self.source, self.summary = client, hello, source, summary
+        self.layout = source.layout
+        self.rank = hello["rank"]
+        self.reserve_seconds = reserve_seconds
+        self.on_attach, self.export = on_attach, export
+        self.totals: Counter[str] = Counter()
+        self.live: set[Publication] = set()
+        self._waiting: list[Publication] = []
+        self._orphans: list[int] = []
+        self._inbox: queue.SimpleQueue = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._retry_at = self._exported_at = 0.0
+        self.writer = self._attach()
+        self._thread = threading.Thread(target=self._run, name="oasis-publisher", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    # -- scheduler thread ---------------------------------------------------------------------------------------
+
+    def publish(self, room: int, tokens: np.ndarray, seed: bytes | None) -> Publication:
+        """Starts a publication: reserves its room and records."""
+        pages = -(-len(tokens) // self.layout.block_tokens)
+        pub = Publication(room, tokens, seed, pages, time.monotonic() + self.reserve_seconds)
+        self._inbox.put((self._open, pub))
+        return pub
+
+    def send(self, pub: Publication, pages: np.ndarray, first: int, tokens: int, ready: object | None) -> None:
+        """Pool pages int [n] hold prompt pages ``first``... with ``tokens`` valid tokens in them; ``ready`` is an event
+        that must have happened before they are read (None: they are complete)."""
+        self._inbox.put((self._copy, pub, pages, first, tokens, ready))
+
+    def commit(self, pub: Publication, metadata: tuple[bytes, ...]) -> None:
+        self._inbox.put((self._commit, pub, metadata))
+
+    def cancel(self, pub: Publication, reason: str) -> None:
+        """After it returns the pool's pages are no longer read. Idempotent."""
+        with pub.lock:
+            if pub.cancelled or pub.state in (COMMITTED, FAILED):
+                return
+            pub.cancelled = True
+        self._inbox.put((self._abandon, pub, RoomFailed(reason, room=pub.room)))
+
+    def close(self) -> None:
+        self._stop.set()
+        self._inbox.put((lambda: None,))
+        self._thread.join(timeout=10)
+        self.client.close()
+
+    # -- publisher thread ---------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                work, *args = self._inbox.get(timeout=RETRY_SECONDS if self._waiting else 1.0)
+            except queue.Empty:
+                pass
+            else:
+                self._guard(work, *args)
+            now = time.monotonic()
+            if now >= self._retry_at:
+                self._retry_at = now + RETRY_SECONDS
+                retry, self._waiting = self._waiting, []
+                for pub in retry:
+                    self._guard(self._open, pub)
+                self._check_connection()
+            if now - self._exported_at >= 1.0:
+                self._exported_at = now
+                self.export(self.totals, {"publications": len(self.live)})
+
+    def _guard(self, work, *args) -> None:
+        """An error ends the publication it belongs to, never the thread."""
+        pub = args[0] if args else None
+        if pub is not None and (pub.state == FAILED or (pub.cancelled and work != self._abandon)):
+            return
+        try:
+            work(*args)
+        except (PeerLost, DeadlineExceeded) as error:
+            self._lost(error)
+            if pub is not None:
+                self._fail(pub, error)
+        except OasisError as error:
+            self._abandon(pub, error)
+        except Exception as error:  # a fault of ours must reach the request, not a dead thread
+            log.exception("publication failed")
+            if pub is not None:
+                self._abandon(pub, RoomFailed(f"internal error while publishing: {error!r}", room=pub.room))
+
+    def _open(self, pub: Publication) -> None:
+        self.live.add(pub)
+        whole = len(pub.tokens) // self.layout.block_tokens
+        hashes = b"" if pub.seed is None else page_hashes(pub.seed, pub.tokens, self.layout.block_tokens)
+        private = pub.pages - len(hashes) // HASH_BYTES
+        assert private == pub.pages - (whole if pub.seed is not None else 0)
+        try:
+            opened = self.client.call(m.Open, room=pub.room, rank=self.rank, hashes=hashes, private=private)
+        except CapacityError as error:
+            if not error.retryable or time.monotonic() >= pub.deadline:
+                error.limit = f"{error.limit}; waited {self.reserve_seconds} s" if error.retryable else error.limit
+                raise
+            self.totals["reserve_retries"] += 1
+            self._waiting.append(pub)
+            return
+        pub.records = m.unpack(opened.records, "u4", count=pub.pages).astype(np.int64)
+        pub.generations = m.unpack(opened.generations, "u8", count=pub.pages)
+        pub.roots = m.unpack(opened.roots, "u8", count=pub.pages).copy()
+        pub.fresh = np.frombuffer(opened.fresh, np.uint8).astype(bool)
+        pub.opened = True
+        pub.state = OPEN
+        self.totals["pages_reused"] += int((~pub.fresh).sum())
+
+    def _copy(self, pub: Publication, pages: np.ndarray, first: int, tokens: int, ready: object | None) -> None:
+        if ready is not None:
+            ready.synchronize()
+        index = np.arange(first, first + len(pages))
+        wanted = np.flatnonzero(pub.fresh[index])
+        step = max(1, BATCH_BYTES // self.layout.payload_bytes)
+        for start in range(0, len(wanted), step):
+            part = wanted[start : start + step]
+            ends_run = part[-1] == len(pages) - 1
+            valid = len(part) * self.layout.block_tokens
+            if ends_run:
+                valid -= len(pages) * self.layout.block_tokens - tokens
+            with pub.lock:
+                if pub.cancelled:
+                    return
+                self._write(pub, index[part], pages[part], valid)
+
+    def _write(self, pub: Publication, index: np.ndarray, pages: np.ndarray, tokens: int) -> None:
+        block = self.source.gather(torch.from_numpy(pages.astype(np.int64)).to(self.source.keys[0].device), tokens)
+        summaries = None
+        if self.summary is not None:
+            summaries = self.summary.build(block[:, :, :, 0]).cpu()
+        records = pub.records[index]
+        pub.roots[index] = self.writer.write(records, pub.generations[index], block.cpu(), summaries)
+        written = len(index) * (self.layout.payload_bytes + self.layout.summary_total)
+        pub.copied_bytes += written
+        self.totals["pages_published"] += len(index)
+        self.totals["bytes_published"] += written
+
+    def _commit(self, pub: Publication, metadata: tuple[bytes, ...]) -> None:
+        self.client.call(m.Commit, room=pub.room, rank=self.rank, prompt_tokens=len(pub.tokens),
+                         roots=m.pack(pub.roots, "u8"), metadata=metadata)
+        pub.state = COMMITTED
+        self.live.discard(pub)
+        self.totals["rooms_committed"] += 1
+
+    def _abandon(self, pub: Publication, error: OasisError) -> None:
+        if pub.state in (COMMITTED, FAILED):
+            return
+        self._fail(pub, error)
+        if error.code != "DuplicateRoom":  # that room is another request's
+            self.client.call(m.Abort, room=pub.room, rank=self.rank, reason=str(error))
+
+    def _fail(self, pub: Publication, error: OasisError) -> None:
+        self.live.discard(pub)
+        pub.error = error
+        pub.state = FAILED
+        self.totals["rooms_failed"] += 1
+
+    # -- the tier came and went ---------------------------------------------------------------------------------
+
+    def _attach(self) -> ArenaWriter:
+        welcome = self.client.attach(**self.hello)
+        return ArenaWriter(self.client.arena, welcome.geometry, self.layout)
+
+    def _lost(self, error: OasisError) -> None:
+        """Every uncommitted publication is void: the tier that reserved its records is gone."""
+        self.client.close()
+        self._orphans += [pub.room for pub in self.live]
+        for pub in list(self.live):
+            self._fail(pub, error)
+        self._waiting.clear()
+        self._retry_at = time.monotonic() + REATTACH_SECONDS
+
+    def _check_connection(self) -> None:
+        if self.client.alive():
+            return
+        if self.live:
+            self._lost(PeerLost("the tier closed the connection", peer=self.client.peer))
+        self._retry_at = time.monotonic() + REATTACH_SECONDS
+        try:
+            self.writer = self._attach()
+        except OasisError as error:
+            self.totals["attach_failures"] += 1
+            log.debug("re-attachment failed: %s", error)
+            return
+        self.totals["reattached"] += 1
+        # Readers already wait for these rooms at the new incarnation, which has never heard of them.
+        orphans, self._orphans = self._orphans, []
+        for room in orphans:
+            self.client.call(m.Abort, room=room, rank=self.rank, reason="the tier restarted before the commit")
+        log.info("re-attached to %s, epoch %s", self.client.peer, self.client.welcome.epoch[:8])
+        try:
+            self.on_attach(self.client.welcome)
+        except Exception:  # the next request's peer look-up fails by name; publishing itself works
+            log.exception("cannot announce the tier's new epoch")

@@ -1,0 +1,173 @@
+"""What the conformance suite runs on: owners that can be killed and stopped, readers, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from owner import pattern
+
+from transport.dataplane import DataPlane, Endpoint, ReadBatch, Transfer
+from transport.planes import incarnation, make_plane, make_server
+from transport.staging import Staging
+
+OWNER = Path(__file__).with_name("owner.py")
+DEADLINE = 20.0
+"""Seconds after which a wait of the suite is a failure. Generous: the machine may be busy."""
+
+PLANES = ("loopback", "zmq", "nixl", "nixl-tcp")
+
+
+class ProcessOwner:
+    """An owner in a process of its own."""
+
+    def __init__(self, kind: str, seed: int, size: int, port: int = 0):
+        self.name = incarnation("owner")
+        self.expected = pattern(seed, size)
+        command = [sys.executable, str(OWNER), kind, self.name, str(seed), str(size), str(port)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for line in self.process.stdout:
+            if line.startswith("ENDPOINT "):
+                self.endpoint = msgspec.msgpack.decode(bytes.fromhex(line.split()[1]), type=Endpoint)
+                return
+        raise RuntimeError(f"the owner ended with {self.process.wait()} before it served")
+
+    def order(self, line: str) -> str:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+        while not Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            time.sleep(0.001)
+
+    def resume(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    def close(self) -> None:
+        self.kill()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+class LoopbackOwner:
+    """The same surface over ``LoopbackFaults``."""
+
+    def __init__(self, kind: str, seed: int, size: int, port: int = 0):
+        self.name = incarnation("owner")
+        self.expected = pattern(seed, size)
+        self.server = make_server(kind, self.name, self.expected.copy())
+        self.endpoint, self.faults = self.server.endpoint, self.server.faults
+
+    def kill(self) -> None:
+        self.faults.drop_peer()
+
+    def stop(self) -> None:
+        self.faults.hold = True
+
+    def resume(self) -> None:
+        self.faults.hold = False
+        self.faults.finish()
+
+    def close(self) -> None:
+        self.server.close()
+
+
+class Rig:
+    """One plane kind under test: starts owners and readers of that kind and closes them all at the end."""
+
+    def __init__(self, plane: str):
+        self.plane_name = plane
+        self.kind = plane.partition("-")[0]
+        self._saved = os.environ.pop("UCX_TLS", None)
+        if plane == "nixl-tcp":
+            # UCX reads it when an agent is made; the owners inherit it.
+            os.environ["UCX_TLS"] = "tcp"
+        self._open: list = []
+
+    def owner(self, seed: int = 1, size: int = 1 << 20, port: int = 0):
+        cls = LoopbackOwner if self.kind == "loopback" else ProcessOwner
+        owner = cls(self.kind, seed, size, port)
+        self._open.append(owner)
+        return owner
+
+    def reader(self, *owners, size: int = 1 << 20) -> tuple[DataPlane, np.ndarray]:
+        """A plane over fresh memory, connected to ``owners``."""
+        region = np.zeros(size, dtype=np.uint8)
+        return self.over(region, *owners), region
+
+    def over(self, region: np.ndarray, *owners) -> DataPlane:
+        plane = make_plane(self.kind, incarnation("reader"), region)
+        self._open.append(plane)
+        for owner in owners:
+            plane.connect(owner.endpoint)
+        return plane
+
+    def staged(self, owner, window_bytes: int, windows: int) -> tuple[DataPlane, Staging]:
+        staging = Staging(window_bytes, windows)
+        return self.over(staging.region, owner), staging
+
+    def close_all(self, keep: int = 0) -> None:
+        while len(self._open) > keep:
+            self._open.pop().close()
+
+    @property
+    def opened(self) -> int:
+        return len(self._open)
+
+    def close(self) -> None:
+        self.close_all()
+        os.environ.pop("UCX_TLS", None)
+        if self._saved is not None:
+            os.environ["UCX_TLS"] = self._saved
+
+
+def batch(remote, local, lengths) -> ReadBatch:
+    return ReadBatch(*(np.asarray(side, dtype=np.uint64) for side in (remote, local, lengths)))
+
+
+def wait(transfer: Transfer, deadline: float = DEADLINE) -> None:
+    """Polls until it landed. Raises what ``poll`` raises, ``TimeoutError`` at the deadline."""
+    _until(transfer.poll, deadline)
+
+
+def wait_drained(transfer: Transfer, deadline: float = DEADLINE) -> None:
+    _until(lambda: transfer.drained, deadline)
+
+
+def _until(condition, deadline: float) -> None:
+    end, pause = time.monotonic() + deadline, 0.0
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {deadline} s")
+        # Sleeping leaves the core to the owner.
+        time.sleep(pause)
+        pause = min(0.002, pause + 0.0001)
+
+
+def stays_pending(transfer: Transfer, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if transfer.poll():
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def expect(region_size: int, fill: int, reads: ReadBatch, source: np.ndarray) -> np.ndarray:
+    """What a region full of ``fill`` must hold after ``reads``: the oracle, range by range."""
+    wanted = np.full(region_size, fill, dtype=np.uint8)
+    for remote, local, length in zip(*(side.tolist() for side in reads), strict=True):
+        wanted[local : local + length] = source[remote : remote + length]
+    return wanted

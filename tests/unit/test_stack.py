@@ -1,0 +1,157 @@
+"""Supervision of a stack, with small HTTP servers in the place of SGLang's."""
+
+import json
+import os
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from oasis_sglang import stack as stack_module
+from oasis_sglang.processes import Processes
+from oasis_sglang.stack import Stack, StackError, StackSpec, free_port, probe, worker_argv
+
+FAKE_SERVER = """
+import http.server, json, os, signal, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"argv": sys.argv[1:], "config": os.environ.get("SGLANG_OASIS_CONFIG"),
+                           "tmp": os.environ["TMPDIR"]}).encode()
+        self.send_response(503 if "--never-ready" in sys.argv else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def log_message(self, *args):
+        pass
+
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+
+def ended(*_):
+    with open(os.environ["ORDER"], "a") as order:
+        order.write(sys.argv[1] + "\\n")
+    os._exit(0)
+
+signal.signal(signal.SIGTERM, ended)
+print("arguments", *sys.argv[1:], flush=True)
+if "--fail" in sys.argv:
+    raise SystemExit("cannot start: no such thing")
+address = option("--http").split(":")[1] if "--http" in sys.argv else option("--port")
+http.server.ThreadingHTTPServer(("127.0.0.1", int(address)), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def make_stack(tmp_path, monkeypatch):
+    """Stacks whose servers are FAKE_SERVER, each told its role as the first argument."""
+    script = tmp_path / "fake.py"
+    script.write_text(FAKE_SERVER)
+    monkeypatch.setattr(stack_module.platform, "wanted", lambda: False)
+    with Processes(log=tmp_path / "zygote.log", env={"ORDER": str(tmp_path / "order")}) as processes:
+        real_run = processes.run
+
+        def run(argv, *, name, **rest):
+            return real_run([sys.executable, str(script), name, *argv], name=name, **rest)
+
+        monkeypatch.setattr(processes, "run", run)
+
+        def make(kind="oasis", timeout=20.0, **spec):
+            spec = StackSpec(kind, Path("/model"), **spec)
+            return Stack(spec, processes, run_dir=tmp_path / "run", ready_timeout=timeout)
+
+        make.processes = processes
+        yield make
+
+
+def fetch(url):
+    with urllib.request.urlopen(url, timeout=5) as reply:
+        return json.load(reply)
+
+
+def value(argv, flag):
+    return argv[argv.index(flag) + 1]
+
+
+def test_an_oasis_stack_is_wired_and_stopped_in_reverse(make_stack, tmp_path):
+    with make_stack(config={"admission": "full"}, flags=("--tp-size", "1")) as stack:
+        assert list(stack.servers) == ["tier", "prefill", "decode", "router"]
+        told = {name: fetch(url) for name, url in stack.urls.items()}
+        prefill, decode, router = (told[name]["argv"] for name in ("prefill", "decode", "router"))
+        socket_path = value(told["tier"]["argv"], "--local")
+        for role, argv in (("prefill", prefill), ("decode", decode)):
+            assert value(argv, "--disaggregation-mode") == role
+            assert value(argv, "--disaggregation-transfer-backend") == "oasis"
+            assert value(argv, "--tp-size") == "1"
+            assert json.loads(told[role]["config"]) == {"tier": socket_path, "admission": "full"}
+        bootstrap = value(prefill, "--disaggregation-bootstrap-port")
+        at = router.index("--prefill")
+        assert router[at : at + 3] == ["--prefill", stack.urls["prefill"], bootstrap]
+        assert value(router, "--decode") == stack.urls["decode"]
+        assert len({entry["tmp"] for entry in told.values()}) == 4
+        assert len(socket_path) < 108
+        pids = [server.pid for server in stack.servers.values()]
+    order = (tmp_path / "order").read_text().split()
+    assert order[0] == "router" and order[-1] == "tier" and sorted(order[1:3]) == ["decode", "prefill"]
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(probe(url) for url in stack.urls.values())
+    assert list(make_stack.processes.scratch.iterdir()) == []
+    stack.stop()
+
+
+def test_a_stock_stack_has_no_tier_and_no_oasis_setting(make_stack):
+    with make_stack("stock") as stack:
+        assert list(stack.servers) == ["prefill", "decode", "router"]
+        decode = fetch(stack.urls["decode"])
+        assert value(decode["argv"], "--disaggregation-transfer-backend") == "nixl"
+        assert decode["config"] is None
+
+
+def test_a_monolith_takes_the_port_asked_for(make_stack):
+    port = free_port()
+    with make_stack("monolith", port=port) as stack:
+        assert stack.url == f"http://127.0.0.1:{port}"
+        assert "--disaggregation-mode" not in fetch(stack.url)["argv"]
+
+
+def test_a_server_that_ends_is_reported_with_its_log_and_the_rest_is_stopped(make_stack):
+    stack = make_stack(decode_flags=("--fail",))
+    with pytest.raises(StackError, match=r"decode ended with exit code 1[\s\S]*cannot start: no such thing"):
+        stack.start()
+    assert stack.servers == {}
+    assert not any(probe(url) for url in stack.urls.values())
+
+
+def test_a_server_that_never_gets_ready_is_a_bounded_error(make_stack):
+    stack = make_stack("monolith", flags=("--never-ready",), timeout=1.0)
+    with pytest.raises(StackError, match="monolith was not ready within 1 s"):
+        stack.start()
+
+
+def test_check_notices_a_death_after_the_start(make_stack):
+    with make_stack("monolith") as stack:
+        stack.check()
+        stack.servers["monolith"].signal(9)
+        stack.servers["monolith"].wait(5)
+        with pytest.raises(StackError, match="monolith ended with exit code -9"):
+            stack.check()
+
+
+def test_the_users_flags_come_after_ours():
+    argv, _ = worker_argv("decode", StackSpec("oasis", "m"), ["--page-size", "1"])
+    positions = [index for index, flag in enumerate(argv) if flag == "--page-size"]
+    assert [argv[index + 1] for index in positions] == ["16", "1"]
+
+
+def test_segments_of_a_killed_server_are_removed(make_stack):
+    segment = Path("/dev/shm") / f"sglang_loads_test_{os.getpid()}.shm"
+    stack = make_stack("monolith")
+    try:
+        segment.write_bytes(b"x")
+        with stack:
+            stack._segments.add(segment)
+            stack.servers["monolith"].signal(9)
+        assert not segment.exists()
+    finally:
+        segment.unlink(missing_ok=True)

@@ -1,0 +1,61 @@
+"""The arena: one piece of shared host memory that outlives the workers that write it.
+
+``memfd_create`` rather than a named segment: it has no name to leak or to clash, the kernel frees it with its last
+mapping, and no resource tracker unlinks it when one worker dies. ``posix_fallocate`` takes the memory at start, on the
+tier's NUMA node, so that a full host fails here and not with SIGBUS in the middle of a copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import numpy as np
+
+from transport.errors import CapacityError
+
+
+class Arena:
+    """Shared memory of ``size`` bytes. ``bytes`` is a uint8 [size] view.
+
+    Owner: the tier creates it (``create``) and keeps it mapped until its process ends, because peers may read it over
+    RDMA at any time; a worker maps the same memory from the descriptor it was handed (``attach``) and closes its
+    mapping when it leaves.
+    """
+
+    def __init__(self, fd: int, size: int):
+        self.fd, self.size = fd, size
+        self._map = mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        self.bytes = np.frombuffer(self._map, dtype=np.uint8)
+
+    @classmethod
+    def create(cls, size: int, name: str = "oasis-arena") -> Arena:
+        """Raises ``CapacityError`` when the host cannot give the memory."""
+        fd = os.memfd_create(name, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(fd, size)
+        except OSError as error:
+            os.close(fd)
+            raise CapacityError(f"cannot reserve the arena: {error.strerror}", limit=f"{size} bytes") from error
+
+    @classmethod
+    def attach(cls, fd: int, size: int) -> Arena:
+        """Takes ownership of ``fd``. Raises ``CapacityError`` if the memory behind it is smaller than ``size``."""
+        actual = os.fstat(fd).st_size
+        if actual < size:
+            os.close(fd)
+            raise CapacityError("the arena is smaller than announced", limit=f"{actual} of {size} bytes")
+        return cls(fd, size)
+
+    def close(self) -> None:
+        """Idempotent. Views handed out keep the mapping alive until they are dropped."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self.bytes = np.empty(0, dtype=np.uint8)
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a view is still referenced; the mapping goes with it

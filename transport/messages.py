@@ -1,0 +1,236 @@
+"""The whole protocol on one page: frozen msgspec structs, msgpack on the wire, never pickle.
+
+Two conversations, one vocabulary. A *worker* (prefill rank) talks to its node's tier over a unix socket whose closing
+tells the tier that the writer is dead; a *reader* (decode rank) talks over ZeroMQ. Each request carries ``seq`` and is
+answered by exactly one reply with the same ``seq``: its result or a ``Failure``. Unknown fields and tags are refused;
+``PROTOCOL`` is compared in ``Hello``.
+
+Integer arrays travel as little-endian bytes: ``u32``/``u64`` below pack and unpack them.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Union
+
+import msgspec
+import numpy as np
+
+from transport.dataplane import Endpoint
+from transport.errors import OasisError, ProtocolError, from_wire
+from transport.layout import ArenaGeometry, KVLayout
+
+PROTOCOL = 1
+MAX_MESSAGE = 64 << 20
+"""Bytes of one message at most: a manifest of a million tokens is about 1.5 MB."""
+MAX_RECORDS = 1 << 20
+"""Records of one prompt at most."""
+LENGTH = struct.Struct("<I")
+"""Frame header on the unix socket: bytes of the message that follows."""
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
+    seq: int = 0
+
+
+# -- from both sides --------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """First message. ``role``: "worker" or "reader". The tier refuses another protocol, layout or model by name."""
+
+    protocol: int
+    role: str
+    node: str
+    rank: int
+    layout: KVLayout
+    fingerprint: str
+
+
+class Welcome(Message):
+    """``epoch`` is this incarnation of the tier: records, leases and endpoints of another epoch mean nothing.
+
+    ``control`` is the ZeroMQ address readers use; ``endpoints`` the data planes served. Over the unix socket the
+    arena's file descriptor follows in the same packet.
+    """
+
+    epoch: str
+    control: str
+    geometry: ArenaGeometry
+    endpoints: tuple[Endpoint, ...]
+    lease_seconds: float
+
+
+class Failure(Message):
+    code: str
+    message: str
+    room: int | None = None
+    peer: str | None = None
+    limit: str | None = None
+    retryable: bool = False
+
+
+class Ok(Message):
+    pass
+
+
+class Ping(Message):
+    pass
+
+
+# -- worker -> tier ---------------------------------------------------------------------------------------------
+
+
+class Open(Message):
+    """Reserves a room and all records of its prompt, or nothing.
+
+    ``hashes``: 32 bytes per whole page, in order; a page already sealed in the tier is leased again.
+    ``private``: pages without a hash behind them (the partial page, or all pages of an unhashable prompt).
+    Errors: ``DuplicateRoom``; ``CapacityError`` (``retryable`` unless the prompt can never fit).
+    """
+
+    room: int
+    rank: int
+    hashes: bytes
+    private: int
+
+
+class Opened(Message):
+    """``records`` u32, ``generations`` u64 and ``roots`` u64 per page; ``fresh`` one byte per page: 1 = to be written.
+    ``roots`` are the checksums of the pages that need no writing."""
+
+    records: bytes
+    generations: bytes
+    roots: bytes
+    fresh: bytes
+
+
+class Commit(Message):
+    """Seals the room's records and publishes its manifest. ``roots`` u64 per page; ``metadata`` the hand-over row."""
+
+    room: int
+    rank: int
+    prompt_tokens: int
+    roots: bytes
+    metadata: tuple[bytes, ...]
+
+
+class Abort(Message):
+    """Gives the room up; no copy of it is in flight any more. Readers waiting for it get ``RoomFailed``."""
+
+    room: int
+    rank: int
+    reason: str
+
+
+# -- reader -> tier ---------------------------------------------------------------------------------------------
+
+
+class Await(Message):
+    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``. Replies ``Manifest``;
+    errors ``RoomFailed``, ``DeadlineExceeded``, ``DuplicateRoom`` (claimed by another reader), ``StaleEpoch``."""
+
+    epoch: str
+    room: int
+    rank: int
+    seconds: float
+
+
+class Manifest(Message):
+    """What a decode node needs to admit a request: where the records are, what they hold, how long they stay."""
+
+    epoch: str
+    room: int
+    rank: int
+    lease: int
+    lease_seconds: float
+    layout: KVLayout
+    fingerprint: str
+    prompt_tokens: int
+    records: bytes
+    generations: bytes
+    roots: bytes
+    metadata: tuple[bytes, ...]
+
+
+class Renew(Message):
+    """Keeps leases alive. Replies ``Renewed`` with those that are gone."""
+
+    epoch: str
+    leases: bytes
+
+
+class Renewed(Message):
+    gone: bytes
+
+
+class Release(Message):
+    """Ends leases. Idempotent: an unknown lease is no error."""
+
+    epoch: str
+    leases: bytes
+
+
+class Cancel(Message):
+    """The reader no longer wants a room it awaited: a later commit of it is dropped at once."""
+
+    epoch: str
+    room: int
+    rank: int
+
+
+Request = Union[Hello, Ping, Open, Commit, Abort, Await, Renew, Release, Cancel]
+Reply = Union[Welcome, Ok, Failure, Opened, Manifest, Renewed]
+
+_encoder = msgspec.msgpack.Encoder()
+_requests = msgspec.msgpack.Decoder(Request)
+_replies = msgspec.msgpack.Decoder(Reply)
+
+
+def encode(message: Message) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_request(raw: bytes, *, peer: str = "") -> Request:
+    """Raises ``ProtocolError`` for anything that is not exactly one of ours."""
+    return _decode(_requests, raw, peer)
+
+
+def decode_reply(raw: bytes, *, peer: str = "") -> Reply:
+    """Raises ``ProtocolError`` for anything that is not exactly one of ours."""
+    return _decode(_replies, raw, peer)
+
+
+def _decode(decoder, raw, peer):
+    if len(raw) > MAX_MESSAGE:
+        raise ProtocolError("message too large", peer=peer, limit=f"{MAX_MESSAGE} bytes")
+    try:
+        return decoder.decode(raw)
+    except (msgspec.DecodeError, OasisError, RecursionError) as error:
+        raise ProtocolError(f"undecodable message: {error}", peer=peer) from error
+
+
+def failure(error: OasisError, seq: int) -> Failure:
+    return Failure(seq=seq, code=error.code, message=error.message, room=error.room, peer=error.peer,
+                   limit=error.limit, retryable=bool(error.retryable))
+
+
+def raise_failure(reply: Reply, *, peer: str):
+    """``reply`` itself, or the error it carries (the reporting ``peer`` named unless it named one)."""
+    if isinstance(reply, Failure):
+        raise from_wire(reply.code, reply.message, retryable=reply.retryable, room=reply.room, peer=reply.peer or peer, limit=reply.limit)
+    return reply
+
+
+def pack(values, dtype: str) -> bytes:
+    """``dtype``: "u4" or "u8", little-endian."""
+    return np.ascontiguousarray(values, dtype="<" + dtype).tobytes()
+
+
+def unpack(raw: bytes, dtype: str, *, count: int | None = None, limit: int = MAX_RECORDS) -> np.ndarray:
+    """Raises ``ProtocolError`` when the bytes are not ``count`` (or at most ``limit``) values."""
+    itemsize = np.dtype(dtype).itemsize
+    n, rest = divmod(len(raw), itemsize)
+    if rest or n > limit or (count is not None and n != count):
+        raise ProtocolError(f"array of {len(raw)} bytes where {count if count is not None else 'some'} {dtype} were due", limit=f"{limit}")
+    return np.frombuffer(raw, dtype="<" + dtype)

@@ -1,0 +1,41 @@
+"""What the tier exports. Gauges are read from the tables at scrape time, so they cannot drift from the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+_TOTALS = {
+    "rooms_opened": "Rooms that a prefill worker opened.",
+    "rooms_committed": "Rooms whose manifest was committed.",
+    "rooms_claimed": "Committed rooms that a decode worker claimed.",
+    "rooms_failed": "Rooms given up before the commit.",
+    "rooms_cancelled": "Rooms that their decode worker no longer wanted.",
+    "rooms_expired": "Committed rooms that no decode worker claimed in time.",
+    "leases_released": "Leases ended by their reader.",
+    "leases_expired": "Leases that ran out: their reader died or stalled.",
+    "pages_fresh": "Prompt pages that had to be written.",
+    "pages_reused": "Prompt pages found in the tier by content hash.",
+    "refused": "Requests answered with an error.",
+}
+
+
+class TierCollector:
+    """Prometheus collector over a ``Tier`` and its arena."""
+
+    def __init__(self, tier, arena):
+        self.tier, self.arena = tier, arena
+
+    def collect(self) -> Iterator[Metric]:
+        inventory = self.tier.inventory()
+        records = GaugeMetricFamily("oasis_tier_records", "Records of the arena by state.", labels=["state"])
+        for state in ("free", "writing", "cached", "leased"):
+            records.add_metric([state], inventory[state])
+        yield records
+        yield GaugeMetricFamily("oasis_tier_arena_bytes", "Host memory of the arena.", value=self.arena.size)
+        for name, text in (("rooms", "Rooms open or committed and unclaimed."), ("leases", "Leases held by decode workers."),
+                           ("waiters", "Decode workers' requests waiting for a commit."), ("workers", "Attached prefill workers.")):
+            yield GaugeMetricFamily(f"oasis_tier_{name}", text, value=inventory[name])
+        for name, text in _TOTALS.items():
+            yield CounterMetricFamily(f"oasis_tier_{name}", text, value=self.tier.totals[name])

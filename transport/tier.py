@@ -1,0 +1,353 @@
+"""The tier's decisions: rooms, leases and records, without a socket in sight.
+
+``Tier.handle`` takes one decoded request of one session and returns the reply, or None when the answer comes later
+(a reader that waits for a room); late answers and answers to other sessions collect in ``outbox``. Time comes from an
+injected monotonic clock: leases are the owner's promise and follow the owner's clock alone.
+
+    room:   opened by a worker -> committed -> claimed by a reader (becomes a lease) -> released
+                   `-> aborted, or its worker died: readers get RoomFailed, records are reclaimed
+    lease:  alive until released or until ``expires + grace``; a reader must renew before ``expires``
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from transport import messages as m
+from transport.dataplane import Endpoint
+from transport.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    DuplicateRoom,
+    LayoutMismatch,
+    OasisError,
+    ProtocolError,
+    RoomFailed,
+    StaleEpoch,
+)
+from transport.layout import ArenaGeometry, KVLayout
+from transport.records import HASH_BYTES, RecordTable
+
+Key = tuple[int, int]
+"""(bootstrap room, rank)"""
+MAX_WAIT_SECONDS = 3600.0
+
+
+@dataclass
+class TierLimits:
+    """``lease_seconds``: a reader must renew within it. ``grace_seconds``: how much longer the records stay.
+    ``room_seconds``: how long a committed room waits for its reader, and how long a failure is remembered."""
+
+    lease_seconds: float = 30.0
+    grace_seconds: float = 5.0
+    room_seconds: float = 120.0
+
+
+@dataclass
+class Room:
+    key: Key
+    session: object
+    records: np.ndarray
+    fresh: np.ndarray
+    hashes: list[bytes | None]
+    manifest: m.Manifest | None = None
+    expires: float = float("inf")
+    cancelled: bool = False
+
+
+@dataclass
+class Lease:
+    key: Key
+    records: np.ndarray
+    expires: float
+
+
+@dataclass
+class Waiter:
+    session: object
+    seq: int
+    deadline: float
+
+
+@dataclass
+class Session:
+    role: str
+    node: str
+    seen: float
+    rooms: set[Key] = field(default_factory=set)
+
+
+class Tier:
+    """One arena, its records, and everyone's claims on them. Not thread safe: owned by one event loop.
+
+    ``inventory()`` is what a baseline check reads: it scans, it does not count.
+    """
+
+    def __init__(self, *, epoch: str, arena_size: int, control: str, endpoints: tuple[Endpoint, ...],
+                 limits: TierLimits | None = None, clock: Callable[[], float] = time.monotonic):
+        self.epoch, self.arena_size, self.control, self.endpoints = epoch, arena_size, control, endpoints
+        self.limits = limits or TierLimits()
+        self.clock = clock
+        self.layout: KVLayout | None = None
+        self.fingerprint = ""
+        self.geometry: ArenaGeometry | None = None
+        self.table = RecordTable(0)
+        self.sessions: dict[object, Session] = {}
+        self.rooms: dict[Key, Room] = {}
+        self.leases: dict[int, Lease] = {}
+        self.leased_keys: dict[Key, int] = {}
+        self.waiters: dict[Key, Waiter] = {}
+        self.failed: dict[Key, tuple[str, float]] = {}
+        self.cancelled: dict[Key, float] = {}
+        self.outbox: list[tuple[object, m.Reply]] = []
+        self.totals: Counter[str] = Counter()
+        self._lease_ids = itertools.count(1)
+        self._handlers = {
+            m.Hello: self._hello, m.Ping: self._ping, m.Open: self._open, m.Commit: self._commit, m.Abort: self._abort,
+            m.Await: self._await, m.Renew: self._renew, m.Release: self._release, m.Cancel: self._cancel,
+        }
+
+    # -- entry points -------------------------------------------------------------------------------------------
+
+    def handle(self, session: object, request: m.Request) -> m.Reply | None:
+        try:
+            if not isinstance(request, (m.Hello, m.Ping)) and session not in self.sessions:
+                raise StaleEpoch("say Hello first: this tier does not know you", peer=self.epoch)
+            if getattr(request, "epoch", self.epoch) != self.epoch:
+                raise StaleEpoch("the tier restarted", peer=self.epoch)
+            if session in self.sessions:
+                self.sessions[session].seen = self.clock()
+            return self._handlers[type(request)](session, request)
+        except OasisError as error:
+            self.totals["refused"] += 1
+            return m.failure(error, request.seq)
+
+    def disconnect(self, session: object) -> None:
+        """The session's process is gone. A worker's uncommitted rooms fail; committed ones live on."""
+        gone = self.sessions.pop(session, None)
+        if gone is None:
+            return
+        for key in list(gone.rooms):
+            room = self.rooms[key]
+            if room.manifest is None:
+                self._fail(room, f"prefill worker {gone.node} died before the commit")
+        for key in [k for k, w in self.waiters.items() if w.session == session]:
+            del self.waiters[key]
+
+    def tick(self) -> float:
+        """Ends what has expired; returns seconds until the next expiry (at most 1)."""
+        now = self.clock()
+        for key, waiter in list(self.waiters.items()):
+            if now >= waiter.deadline:
+                del self.waiters[key]
+                error = DeadlineExceeded("no prefill worker committed this room in time", room=key[0], peer=f"tier {self.epoch[:8]}")
+                self.outbox.append((waiter.session, m.failure(error, waiter.seq)))
+        for number, lease in list(self.leases.items()):
+            if now >= lease.expires + self.limits.grace_seconds:
+                self._end_lease(number)
+                self.totals["leases_expired"] += 1
+        for room in list(self.rooms.values()):
+            if now >= room.expires:
+                self._drop(room)
+                self.totals["rooms_expired"] += 1
+        for session, about in list(self.sessions.items()):
+            if about.role == "reader" and now >= about.seen + self.limits.room_seconds:
+                self.disconnect(session)  # a live reader renews or pings far more often, and may say Hello again
+        self.failed = {k: v for k, v in self.failed.items() if now < v[1]}
+        self.cancelled = {k: t for k, t in self.cancelled.items() if now < t}
+        dues = [w.deadline for w in self.waiters.values()] + [x.expires + self.limits.grace_seconds for x in self.leases.values()]
+        return max(0.01, min([1.0] + [d - now for d in dues]))
+
+    def inventory(self) -> dict[str, int]:
+        """Everything held now, by scanning tables: records per state, rooms, leases, waiters, sessions."""
+        held = sum(len(r.records) for r in self.rooms.values()) + sum(len(x.records) for x in self.leases.values())
+        workers = sum(s.role == "worker" for s in self.sessions.values())
+        return {**self.table.counts(), "records": self.table.size, "holders": int(self.table.holders.sum()), "held": held,
+                "rooms": len(self.rooms), "leases": len(self.leases), "waiters": len(self.waiters), "workers": workers}
+
+    # -- both ---------------------------------------------------------------------------------------------------
+
+    def _ping(self, session, request) -> m.Reply:
+        return m.Ok(seq=request.seq)
+
+    def _hello(self, session, hello: m.Hello) -> m.Reply:
+        if hello.protocol != m.PROTOCOL:
+            raise LayoutMismatch(f"protocol {hello.protocol} at {hello.node}, {m.PROTOCOL} at the tier", field="protocol", peer=hello.node)
+        if hello.role not in ("worker", "reader"):
+            raise ProtocolError(f"unknown role {hello.role!r}", peer=hello.node)
+        if hello.role == "worker":
+            self._format(hello)
+        if self.layout is None:
+            raise CapacityError("no prefill worker has attached to this tier yet", retryable=True, peer=hello.node)
+        self.layout.require_equal(hello.layout, peer=hello.node)
+        if self.fingerprint != hello.fingerprint:
+            raise LayoutMismatch(f"model differs: fingerprint {self.fingerprint[:12]} at the tier, {hello.fingerprint[:12]} at {hello.node}",
+                                 field="fingerprint", peer=hello.node)
+        self.sessions.setdefault(session, Session(hello.role, hello.node, self.clock()))
+        return m.Welcome(seq=hello.seq, epoch=self.epoch, control=self.control, geometry=self.geometry,
+                         endpoints=self.endpoints, lease_seconds=self.limits.lease_seconds)
+
+    def _format(self, hello: m.Hello) -> None:
+        """The first worker's layout cuts the arena; another layout only once nobody holds anything of the old one."""
+        if self.layout == hello.layout and self.fingerprint == hello.fingerprint:
+            return
+        in_use = any(s.role == "worker" for s in self.sessions.values()) or self.rooms or self.leases
+        if self.layout is not None and in_use:
+            return  # _hello then names the field that differs
+        geometry = ArenaGeometry.fit(hello.layout, self.arena_size)
+        self.layout, self.fingerprint, self.geometry = hello.layout, hello.fingerprint, geometry
+        self.table = RecordTable(geometry.num_records)
+
+    # -- worker -------------------------------------------------------------------------------------------------
+
+    def _open(self, session, request: m.Open) -> m.Reply:
+        key = (request.room, request.rank)
+        if key in self.rooms or key in self.leased_keys:
+            raise DuplicateRoom("the bootstrap room is in use", room=request.room)
+        n, rest = divmod(len(request.hashes), HASH_BYTES)
+        if rest or not 0 <= request.private <= m.MAX_RECORDS or not 0 < n + request.private <= m.MAX_RECORDS:
+            raise ProtocolError("page list out of bounds", room=request.room, limit=f"1..{m.MAX_RECORDS} pages")
+        hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, len(request.hashes), HASH_BYTES)]
+        try:
+            records, fresh = self.table.reserve(hashes, request.private)
+        except CapacityError as error:
+            error.room = request.room
+            raise
+        cancelled = self.cancelled.pop(key, None) is not None
+        self.failed.pop(key, None)
+        room = Room(key, session, records, fresh, [*hashes, *[None] * request.private], cancelled=cancelled)
+        self.rooms[key] = room
+        self.sessions[session].rooms.add(key)
+        self.totals["rooms_opened"] += 1
+        self.totals["pages_fresh"] += int(fresh.sum())
+        self.totals["pages_reused"] += int((~fresh).sum())
+        return m.Opened(seq=request.seq, records=m.pack(records, "u4"), generations=m.pack(self.table.generation[records], "u8"),
+                        roots=m.pack(np.where(fresh, 0, self.table.root[records]), "u8"), fresh=fresh.astype(np.uint8).tobytes())
+
+    def _commit(self, session, request: m.Commit) -> m.Reply:
+        room = self._own_room(session, request)
+        roots = m.unpack(request.roots, "u8", count=len(room.records))
+        pages = -(-request.prompt_tokens // self.layout.block_tokens)
+        if pages != len(room.records) or tuple(map(len, request.metadata)) != self.layout.metadata_lens:
+            raise ProtocolError("the commit does not match what was opened", room=request.room, limit=f"{len(room.records)} pages")
+        fresh = room.fresh
+        self.table.seal(room.records[fresh], roots[fresh], [h for h, f in zip(room.hashes, fresh) if f])
+        room.manifest = m.Manifest(
+            epoch=self.epoch, room=request.room, rank=request.rank, lease=0, lease_seconds=self.limits.lease_seconds,
+            layout=self.layout, fingerprint=self.fingerprint, prompt_tokens=request.prompt_tokens,
+            records=m.pack(room.records, "u4"), generations=m.pack(self.table.generation[room.records], "u8"),
+            roots=m.pack(self.table.root[room.records], "u8"), metadata=request.metadata)
+        room.expires = self.clock() + self.limits.room_seconds
+        self.totals["rooms_committed"] += 1
+        waiter = self.waiters.pop(room.key, None)
+        if room.cancelled:
+            self._drop(room)
+        elif waiter is not None:
+            self.outbox.append((waiter.session, self._claim(room, waiter.seq)))
+        return m.Ok(seq=request.seq)
+
+    def _abort(self, session, request: m.Abort) -> m.Reply:
+        room = self.rooms.get((request.room, request.rank))
+        if room is not None and room.session == session and room.manifest is None:
+            self._fail(room, request.reason)
+        elif room is None:
+            self._remember_failure((request.room, request.rank), request.reason)
+        return m.Ok(seq=request.seq)
+
+    def _own_room(self, session, request) -> Room:
+        room = self.rooms.get((request.room, request.rank))
+        if room is None or room.session != session or room.manifest is not None:
+            raise ProtocolError("not an open room of this worker", room=request.room)
+        return room
+
+    # -- reader -------------------------------------------------------------------------------------------------
+
+    def _await(self, session, request: m.Await) -> m.Reply | None:
+        key = (request.room, request.rank)
+        if key in self.leased_keys or key in self.waiters:
+            raise DuplicateRoom("another reader holds or awaits this bootstrap room", room=request.room)
+        room = self.rooms.get(key)
+        if room is not None and room.manifest is not None:
+            return self._claim(room, request.seq)
+        if room is None and key in self.failed:
+            raise RoomFailed(self.failed[key][0], room=request.room)
+        self.waiters[key] = Waiter(session, request.seq, self.clock() + min(max(request.seconds, 0.0), MAX_WAIT_SECONDS))
+        return None
+
+    def _claim(self, room: Room, seq: int) -> m.Manifest:
+        """The room becomes a lease: its holds on the records pass over unchanged."""
+        number = next(self._lease_ids)
+        self.leases[number] = Lease(room.key, room.records, self.clock() + self.limits.lease_seconds)
+        self.leased_keys[room.key] = number
+        self._forget(room)
+        self.totals["rooms_claimed"] += 1
+        manifest = room.manifest
+        return m.Manifest(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"seq": seq, "lease": number})
+
+    def _renew(self, session, request: m.Renew) -> m.Reply:
+        now, gone = self.clock(), []
+        for number in m.unpack(request.leases, "u8").tolist():
+            lease = self.leases.get(number)
+            if lease is None or now >= lease.expires:
+                gone.append(number)
+            else:
+                lease.expires = now + self.limits.lease_seconds
+        return m.Renewed(seq=request.seq, gone=m.pack(gone, "u8"))
+
+    def _release(self, session, request: m.Release) -> m.Reply:
+        for number in m.unpack(request.leases, "u8").tolist():
+            if number in self.leases:
+                self._end_lease(number)
+                self.totals["leases_released"] += 1
+        return m.Ok(seq=request.seq)
+
+    def _cancel(self, session, request: m.Cancel) -> m.Reply:
+        key = (request.room, request.rank)
+        waiter = self.waiters.get(key)
+        if waiter is not None and waiter.session == session:
+            del self.waiters[key]
+        room = self.rooms.get(key)
+        if room is None:
+            if key not in self.leased_keys and key not in self.failed:
+                self.cancelled[key] = self.clock() + self.limits.room_seconds
+        elif room.manifest is not None:
+            self._drop(room)
+        else:
+            room.cancelled = True
+        self.totals["rooms_cancelled"] += 1
+        return m.Ok(seq=request.seq)
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def _fail(self, room: Room, reason: str) -> None:
+        self._drop(room)
+        self.totals["rooms_failed"] += 1
+        self._remember_failure(room.key, reason)
+
+    def _remember_failure(self, key: Key, reason: str) -> None:
+        waiter = self.waiters.pop(key, None)
+        if waiter is not None:
+            self.outbox.append((waiter.session, m.failure(RoomFailed(reason, room=key[0]), waiter.seq)))
+        else:
+            self.failed[key] = (reason, self.clock() + self.limits.room_seconds)
+
+    def _drop(self, room: Room) -> None:
+        self._forget(room)
+        self.table.unhold(room.records)
+
+    def _forget(self, room: Room) -> None:
+        del self.rooms[room.key]
+        session = self.sessions.get(room.session)
+        if session is not None:
+            session.rooms.discard(room.key)
+
+    def _end_lease(self, number: int) -> None:
+        lease = self.leases.pop(number)
+        del self.leased_keys[lease.key]
+        self.table.unhold(lease.records)
