@@ -45,11 +45,13 @@ PHASES = ("records", "partial_page", "manifest")
 @dataclass
 class PullLimits:
     """``await_seconds``: for the commit, from the request's arrival. ``read_seconds``: for one window to land.
-    ``silence_seconds``: a tier that answers nothing for so long is taken for dead."""
+    ``silence_seconds``: a tier that answers nothing for so long is taken for dead. ``hold_file``: for fault tests, no
+    read starts while this file exists."""
 
     await_seconds: float = 300.0
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
+    hold_file: str = ""
 
 
 @dataclass(eq=False)
@@ -304,6 +306,8 @@ class Puller:
 
     def _launch(self, now: float) -> None:
         """Fills free windows, one per request in turn, so that a long prompt does not hold back a short one."""
+        if self.limits.hold_file and os.path.exists(self.limits.hold_file):
+            return
         while self._ready and self.staging.free:
             pull = self._ready.pop(0)
             if pull.state != PULLING or pull.cancelled:
@@ -427,6 +431,7 @@ class Puller:
         self._finish(pull)
 
     def _refuse(self, pull: Pull, error: OasisError) -> None:
+        self.totals[f"failed_{pull.state}"] += 1
         pull.error = error
         pull.state = FAILED
         self.totals["failed"] += 1

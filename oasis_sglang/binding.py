@@ -15,24 +15,16 @@ import msgspec
 from oasis_sglang import config
 from oasis_sglang.fingerprint import model_fingerprint
 from oasis_sglang.metrics import Exporter
+from oasis_sglang.models_supported import check_model
 from transport.errors import ConfigError, OasisError, PeerLost
 from transport.layout import KVLayout
 
 log = logging.getLogger("oasis")
 
-MODELS = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Model classes whose attention is plain MHA/GQA over one uniform KV pool. Others are refused by name."""
-
-
-def check_model(model_config, pool) -> None:
-    """Raises ``ConfigError`` for a model or a KV pool that records cannot describe."""
+def check_pool(pool) -> None:
+    """Raises ``ConfigError`` naming the field for a KV pool that records cannot describe."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    names = list(model_config.hf_config.architectures or [])
-    if not any(name in MODELS for name in names):
-        raise ConfigError(f"Oasis does not serve model class {', '.join(names)} (field architectures); it serves {', '.join(MODELS)}")
-    if getattr(model_config, "is_hybrid_swa", False) or getattr(model_config, "sliding_window_size", None) not in (None, -1):
-        raise ConfigError("Oasis does not serve sliding-window attention (field sliding_window)")
     if type(pool) is not MHATokenToKVPool:
         raise ConfigError(f"Oasis needs SGLang's plain MHA KV pool, this model uses {type(pool).__name__} (MLA, SWA and mamba models are refused)")
     if pool.head_dim != pool.v_head_dim:
@@ -45,7 +37,7 @@ def layout_of(manager, pool, summary) -> KVLayout:
     first = pool.k_buffer[0]
     return KVLayout(
         num_layers=pool.layer_num, kv_heads=pool.head_num, head_dim=pool.head_dim, block_tokens=pool.page_size,
-        dtype=manager.kv_cache_dtype_str, itemsize=first.element_size(), tp_size=manager.attn_tp_size,
+        dtype=str(pool.dtype).removeprefix("torch."), itemsize=first.element_size(), tp_size=manager.attn_tp_size,
         summary=summary.name if summary else "none", summary_bytes=summary.bytes(pool.head_dim) if summary else 0,
         metadata_lens=tuple(manager.kv_args.aux_item_lens))
 
@@ -57,7 +49,8 @@ def _common(manager, queue, role: str):
 
     scheduler, pool = queue.scheduler, queue.token_to_kv_pool
     options = config.load(get_memory().hisparse_config).validate(role)
-    check_model(scheduler.model_config, pool)
+    check_model(scheduler.model_config.hf_config.to_dict())
+    check_pool(pool)
     summary = SUMMARIES.get(options.summary)
     layout = layout_of(manager, pool, summary)
     model = scheduler.model_config
@@ -136,7 +129,7 @@ def bind_decode(manager, queue) -> None:
     puller = Puller(
         node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint,
         sink=PageSink(pool.k_buffer, pool.v_buffer, layout), plane=plane, staging=staging, resolve=manager.resolve, forget=manager.forget,
-        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds), sample=sample, export=exported)
+        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds, options.hold_reads_file), sample=sample, export=exported)
 
     def report() -> dict:
         return {

@@ -26,7 +26,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_bytes, staging_windows: host memory that reads land in. reserve_seconds: how long a prompt may wait for
     room in the arena. await_seconds: how long decode waits for prefill's commit. read_seconds: one window's deadline.
     silence_seconds: a tier that answers nothing for so long is dead. tier_start_seconds: how long to wait for the tier
-    at start.
+    at start. hold_reads_file: fault tests only, decode starts no read while this file exists.
     """
 
     tier: str = ""
@@ -41,6 +41,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
     tier_start_seconds: float = 60.0
+    hold_reads_file: str = ""
 
     def validate(self, role: str) -> OasisConfig:
         """Raises ``ConfigError`` naming the option."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 from oasis_sglang import config, seams
+from oasis_sglang.models_supported import check_model_path
 from transport.errors import ConfigError
 
 BACKEND = "oasis"
@@ -61,6 +62,7 @@ def resolve_arguments(server_args, previous) -> None:
         raise ConfigError("--disaggregation-transfer-backend oasis needs --disaggregation-mode prefill or decode")
     _refuse_unsupported(view)
     config.load(view.hisparse_config).validate(view.disaggregation_mode)
+    check_model_path(view.model_path)
     os.environ[config.ACTIVE_ENV] = "1"
     declared = {"disaggregation_transfer_backend": "nixl"}
     if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup == "host_pool":

@@ -224,6 +224,7 @@ class Publisher:
 
     def _fail(self, pub: Publication, error: OasisError) -> None:
         self.live.discard(pub)
+        self.totals[f"failed_{pub.state}"] += 1
         pub.error = error
         pub.state = FAILED
         self.totals["rooms_failed"] += 1

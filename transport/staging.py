@@ -42,14 +42,18 @@ class Staging:
         """``max_quarantined`` (default: half of the windows, at least one): above it the plane has to be replaced.
         Raises ``ConfigError`` on sizes below one, ``CapacityError`` when the memory is not to be had."""
         if window_bytes < 1 or windows < 1 or (max_quarantined is not None and max_quarantined < 0):
-            raise ConfigError("staging needs at least one window of at least one byte", limit=f"{windows} x {window_bytes}")
+            raise ConfigError(
+                "staging needs at least one window of at least one byte", limit=f"{windows} x {window_bytes}"
+            )
         self.window_bytes = window_bytes
         self._stride = -(-window_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.max_quarantined = max(1, windows // 2) if max_quarantined is None else max_quarantined
         try:
             memory = mmap.mmap(-1, self._stride * windows)
         except (OSError, OverflowError, ValueError) as error:
-            raise CapacityError(f"no memory for staging: {error}", limit=f"{self._stride * windows} bytes") from error
+            raise CapacityError(
+                f"no memory for staging: {error}", limit=f"{self._stride * windows} bytes"
+            ) from error
         self.region = np.frombuffer(memory, dtype=np.uint8)
         self._free = list(range(windows))[::-1]
         self._leased: dict[int, Window] = {}
@@ -100,7 +104,9 @@ class Staging:
         if self.quarantined > self.max_quarantined:
             self.sweep()
         if self.quarantined > self.max_quarantined:
-            raise CapacityError("too many windows wait for transfers that do not end", limit=f"{self.max_quarantined} windows")
+            raise CapacityError(
+                "too many windows wait for transfers that do not end", limit=f"{self.max_quarantined} windows"
+            )
 
     def sweep(self) -> int:
         """Frees the quarantined windows whose transfers have all drained; returns how many."""

@@ -18,8 +18,15 @@ from transport.planes import incarnation, make_plane, make_server
 from transport.staging import Staging
 
 OWNER = Path(__file__).with_name("owner.py")
+READER = Path(__file__).with_name("reader.py")
 DEADLINE = 20.0
 """Seconds after which a wait of the suite is a failure. Generous: the machine may be busy."""
+
+ARENA = 80 << 20
+"""Bytes of the shared owner's arena: more than one part of any plane."""
+
+SMALL = 300
+"""Bytes of an arena that a plain Python oracle can go through."""
 
 PLANES = ("loopback", "zmq", "nixl", "nixl-tcp")
 
@@ -49,7 +56,7 @@ class ProcessOwner:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
-        while not Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             time.sleep(0.001)
 
     def resume(self) -> None:
@@ -117,6 +124,13 @@ class Rig:
     def staged(self, owner, window_bytes: int, windows: int) -> tuple[DataPlane, Staging]:
         staging = Staging(window_bytes, windows)
         return self.over(staging.region, owner), staging
+
+    def busy_reader(self, owner) -> subprocess.Popen:
+        """A reader process that reads from ``owner`` without pause until it is killed."""
+        command = [sys.executable, str(READER), msgspec.msgpack.encode(owner.endpoint).hex()]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert any(line.startswith("READING") for line in process.stdout), "the reader ended before it read"
+        return process
 
     def close_all(self, keep: int = 0) -> None:
         while len(self._open) > keep:

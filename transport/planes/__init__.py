@@ -31,7 +31,9 @@ def incarnation(node: str) -> str:
     return f"{node}:{uuid.uuid4().hex}"
 
 
-def make_server(kind: str, name: str, arena: np.ndarray, *, host: str = "127.0.0.1", port: int = 0) -> DataServer:
+def make_server(
+    kind: str, name: str, arena: np.ndarray, *, host: str = "127.0.0.1", port: int = 0
+) -> DataServer:
     """Serves ``arena`` (uint8 [size], C-contiguous) under ``name``, which must be fresh (see ``incarnation``).
 
     ``host`` and ``port`` (0: any free one) are where ``zmq`` listens; NIXL binds as UCX_NET_DEVICES says. Raises

@@ -84,7 +84,17 @@ class LoopbackServer(DataServer):
 
 
 class LoopbackTransfer(Transfer):
-    __slots__ = ("nbytes", "_server", "_region", "_batch", "_corrupt", "_error", "_landed", "_abandoned", "_on_end")
+    __slots__ = (
+        "nbytes",
+        "_server",
+        "_region",
+        "_batch",
+        "_corrupt",
+        "_error",
+        "_landed",
+        "_abandoned",
+        "_on_end",
+    )
 
     def __init__(self, server: LoopbackServer, region: np.ndarray, batch: ReadBatch, on_end):
         self.nbytes = batch.nbytes

@@ -8,12 +8,17 @@ What decides the shape of this module:
 * NIXL's Python wrapper frees handles in finalizers and fixes the progress thread's delay at zero (a full core of
   spinning), so the bindings below it are used directly and every handle has one owner here.
 * ``UCX_TLS`` and the other UCX variables are read from the environment when an agent is made.
+* Over TCP UCX answers reads in software, and an owner whose reader vanishes while answers are being written may be
+  aborted by UCX itself (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``): the error of a send on a broken
+  connection is not handled there. So ``close`` first waits for what is in flight, and an owner on TCP should be
+  a process whose loss can be afforded. The ``zmq`` plane has no such weakness.
 * On the CMA transport posting a read copies the bytes before it returns: at most ``PART_BYTES`` x2 for one call here.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 
 import numpy as np
@@ -36,11 +41,19 @@ PROGRESS_DELAY_US = 1000
 
 PART_BYTES = 64 << 20
 PART_RANGES = 1 << 14
+CLOSE_DRAIN_SECONDS = 1.0
+"""How long ``close`` lets reads in flight end by themselves."""
+
 PARTS_IN_FLIGHT = 2
 """A read is posted in parts, so that one that is given up stops early; two keep the wire busy."""
 
 _FAILURES = tuple(e for e in vars(nixl).values() if isinstance(e, type) and issubclass(e, Exception))
-_LOST = (nixl.nixlRemoteDisconnectError, nixl.nixlNotFoundError, nixl.nixlBackendError, nixl.nixlCancelledError)
+_LOST = (
+    nixl.nixlRemoteDisconnectError,
+    nixl.nixlNotFoundError,
+    nixl.nixlBackendError,
+    nixl.nixlCancelledError,
+)
 
 
 def _make_agent(name: str, *, progress_thread: bool) -> tuple[nixl.nixlAgent, int]:
@@ -55,7 +68,9 @@ def _make_agent(name: str, *, progress_thread: bool) -> tuple[nixl.nixlAgent, in
         # Peer error handling is what turns a dead owner into an error; it also rules out UCX's shm transports.
         return agent, agent.createBackend("UCX", {"ucx_error_handling_mode": "peer", "num_workers": "1"})
     except _FAILURES as error:
-        raise ConfigError(f"NIXL agent cannot start (UCX_TLS={os.environ.get('UCX_TLS', 'unset')}): {error}") from error
+        raise ConfigError(
+            f"NIXL agent cannot start (UCX_TLS={os.environ.get('UCX_TLS', 'unset')}): {error}"
+        ) from error
 
 
 def _descriptors(offsets: np.ndarray, lengths: np.ndarray, base: int) -> nixl.nixlXferDList:
@@ -67,7 +82,9 @@ def _descriptors(offsets: np.ndarray, lengths: np.ndarray, base: int) -> nixl.ni
 
 def _register(agent: nixl.nixlAgent, backend: int, memory: np.ndarray) -> None:
     try:
-        agent.registerMem(nixl.nixlRegDList(nixl.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")]), [backend])
+        agent.registerMem(
+            nixl.nixlRegDList(nixl.DRAM_SEG, [(memory.ctypes.data, memory.nbytes, 0, "")]), [backend]
+        )
     except _FAILURES as error:
         raise ConfigError(f"NIXL cannot register {memory.nbytes} bytes: {error}") from error
 
@@ -84,7 +101,9 @@ class NixlServer(DataServer):
         self._arena = arena
         self._agent, backend = _make_agent(name, progress_thread=True)
         _register(self._agent, backend, arena)
-        self.endpoint = Endpoint.make("nixl", name, "", arena.nbytes, arena.ctypes.data, self._agent.getLocalMD())
+        self.endpoint = Endpoint.make(
+            "nixl", name, "", arena.nbytes, arena.ctypes.data, self._agent.getLocalMD()
+        )
 
     def close(self) -> None:
         """Destroys the agent, which closes its connections. The arena was never deregistered while a peer could read,
@@ -163,7 +182,9 @@ class NixlTransfer(Transfer):
         except nixl.nixlNotFoundError as error:
             # Also what NIXL says of a range outside the owner's registration: the endpoint promised more than there is.
             known = self._plane.knows(endpoint.name)
-            self._fail(BoundsError("the owner has not registered this range", peer=endpoint.name) if known else error)
+            self._fail(
+                BoundsError("the owner has not registered this range", peer=endpoint.name) if known else error
+            )
             self._peer.lost = not known
             return
         except _FAILURES as error:
@@ -225,7 +246,9 @@ class NixlPlane(DataPlane):
         peer = self._peers.get(endpoint.name)
         if peer is not None:
             if peer.endpoint != endpoint:
-                raise IntegrityError("the name of an incarnation came back with another endpoint", peer=endpoint.name)
+                raise IntegrityError(
+                    "the name of an incarnation came back with another endpoint", peer=endpoint.name
+                )
             peer.forgotten = False
             if not peer.lost:
                 return
@@ -244,13 +267,21 @@ class NixlPlane(DataPlane):
     def read(self, name: str, batch: ReadBatch) -> Transfer:
         peer = self._peers.get(name)
         if peer is None or peer.forgotten or peer.lost:
-            raise PeerLost("not connected" if peer is None or peer.forgotten else "connection lost", peer=name)
+            raise PeerLost(
+                "not connected" if peer is None or peer.forgotten else "connection lost", peer=name
+            )
         check_batch(batch, peer.endpoint.size, self._region.nbytes, name)
         return NixlTransfer(self, peer, batch)
 
     def close(self) -> None:
-        """Ends what is in flight by destroying the agent: measured, an answer that a stopped owner sends afterwards no
-        longer lands."""
+        """Waits up to ``CLOSE_DRAIN_SECONDS`` for reads in flight, then ends them by destroying the agent: measured, an
+        answer that a stopped owner sends afterwards no longer lands."""
+        in_flight = [transfer for peer in self._peers.values() for transfer in peer.transfers]
+        for transfer in in_flight:
+            transfer.release()
+        deadline = time.monotonic() + CLOSE_DRAIN_SECONDS
+        while not all([transfer.drained for transfer in in_flight]) and time.monotonic() < deadline:
+            time.sleep(0.001)
         for peer in self._peers.values():
             for transfer in peer.transfers:
                 transfer.cut_off()
@@ -286,7 +317,9 @@ class NixlPlane(DataPlane):
         except nixl.nixlBackendError as error:
             raise PeerLost(f"unreachable: {error}", peer=endpoint.name) from error
         except _FAILURES as error:
-            raise IntegrityError(f"NIXL refuses the endpoint metadata: {error}", peer=endpoint.name) from error
+            raise IntegrityError(
+                f"NIXL refuses the endpoint metadata: {error}", peer=endpoint.name
+            ) from error
         if loaded != endpoint.name:
             raise IntegrityError("endpoint metadata names another agent", peer=endpoint.name)
         self._peers[endpoint.name] = peer = _Peer(endpoint)

@@ -26,7 +26,9 @@ def split(batch: ReadBatch, max_bytes: int) -> ReadBatch:
     owner = np.repeat(np.arange(len(lengths)), pieces)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     offset = nth.astype(np.uint64) * limit
-    return ReadBatch(remote[owner] + offset, local[owner] + offset, np.minimum(limit, lengths[owner] - offset))
+    return ReadBatch(
+        remote[owner] + offset, local[owner] + offset, np.minimum(limit, lengths[owner] - offset)
+    )
 
 
 def parts(batch: ReadBatch, max_bytes: int, max_ranges: int) -> list[ReadBatch]:
@@ -34,6 +36,8 @@ def parts(batch: ReadBatch, max_bytes: int, max_ranges: int) -> list[ReadBatch]:
 
     Every range weighs at least its share of ``max_bytes``, so one running sum bounds both bytes and ranges.
     """
+    if batch.nbytes <= max_bytes and len(batch.lengths) <= max_ranges:
+        return [batch]
     batch = split(batch, max_bytes)
     weight = np.maximum(batch.lengths, np.uint64(-(-max_bytes // max_ranges)))
     part = (np.cumsum(weight, dtype=np.uint64) - weight) // np.uint64(max_bytes)

@@ -110,7 +110,9 @@ class ZmqServer(DataServer):
         self._stop, stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")
         stopped.connect("inproc://stop")
-        self._thread = threading.Thread(target=self._serve, args=(stopped,), name="oasis-zmq-arena", daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(stopped,), name="oasis-zmq-arena", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -162,7 +164,11 @@ class ZmqServer(DataServer):
         if request.name != self.endpoint.name:
             raise StaleEpoch("another incarnation serves here now")
         size = len(request.remote)
-        if size != len(request.lengths) or size % _U64.itemsize or not 0 < size // _U64.itemsize <= 2 * PART_RANGES:
+        if (
+            size != len(request.lengths)
+            or size % _U64.itemsize
+            or not 0 < size // _U64.itemsize <= 2 * PART_RANGES
+        ):
             raise BoundsError(f"a request names 1 to {2 * PART_RANGES} ranges")
         remote, lengths = np.frombuffer(request.remote, _U64), np.frombuffer(request.lengths, _U64)
         arena = np.uint64(len(self._arena))
@@ -273,9 +279,17 @@ class _Peer:
         if transfer.ended:
             return brought
         if reply.error:
-            transfer.fail(from_wire(reply.error, reply.message, peer=name))
+            error = from_wire(reply.error, reply.message, peer=name)
+            # Only transport failures leave a data plane, whatever the owner calls its own.
+            transfer.fail(
+                error if isinstance(error, TransportError) else ProtocolError(str(error), peer=name)
+            )
         elif reply.version != VERSION or brought != part.nbytes:
-            transfer.fail(ProtocolError("an answer of the wrong version or length", peer=name, limit=f"{part.nbytes} bytes"))
+            transfer.fail(
+                ProtocolError(
+                    "an answer of the wrong version or length", peer=name, limit=f"{part.nbytes} bytes"
+                )
+            )
         else:
             _scatter([frame.buffer for frame in frames], part, region)
             transfer.landed(part.nbytes)
@@ -357,14 +371,18 @@ class ZmqPlane(DataPlane):
     def connect(self, endpoint: Endpoint) -> None:
         """Returns before the connection stands; that it does not come about shows in the reads."""
         if endpoint.kind != self.kind or not endpoint.address.startswith("tcp://"):
-            raise ProtocolError(f"an endpoint of kind {endpoint.kind!r} at {endpoint.address!r}", peer=endpoint.name)
+            raise ProtocolError(
+                f"an endpoint of kind {endpoint.kind!r} at {endpoint.address!r}", peer=endpoint.name
+            )
         endpoint.verify()
         if self._context.closed:
             raise TransportError("the plane was closed")
         peer = self._peers.get(endpoint.name)
         if peer is not None:
             if peer.endpoint != endpoint:
-                raise IntegrityError("the name of an incarnation came back with another endpoint", peer=endpoint.name)
+                raise IntegrityError(
+                    "the name of an incarnation came back with another endpoint", peer=endpoint.name
+                )
             if peer.error is None:
                 return
         self._peers[endpoint.name] = _Peer(self._context, endpoint)
