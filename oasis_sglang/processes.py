@@ -112,6 +112,7 @@ class Processes:
 
     def __init__(self, *, log: Path, env: Environment | None = None):
         self.log = log
+        self.preloaded = False
         # For sockets and temporary files. In the system's own place, because a socket's path must be short;
         # the zygote removes it, so that it goes even when the owner is killed.
         self.scratch = Path(tempfile.mkdtemp(prefix="oasis-"))
@@ -145,9 +146,14 @@ class Processes:
 
     def preload(self, timeout: float = PRELOAD_TIMEOUT_S) -> float:
         """Import SGLang in the zygote; returns the seconds it took (about 0 when it has been done)."""
-        reply = self._request("preload", timeout=timeout)
+        try:
+            reply = self._request("preload", timeout=timeout)
+        except KeyboardInterrupt:
+            self._zygote.send_signal(signal.SIGUSR1)  # else it would hear of nothing until the import is done
+            raise
         if reply["threads"] != 1:
             raise ProcessesError(f"importing SGLang started {reply['threads'] - 1} threads: forking is unsafe")
+        self.preloaded = True
         return reply["seconds"]
 
     def serve(self, argv: Sequence[str], *, log: Path, env: Environment | None = None, name: str = "sglang") -> Server:

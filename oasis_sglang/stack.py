@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from oasis_sglang import config, launch
 from oasis_sglang.cpu import platform
 from oasis_sglang.processes import Environment, Processes, ProcessesError, Server
 
@@ -63,7 +64,8 @@ class StackSpec:
     config: Mapping[str, object] = field(default_factory=dict)
     """Oasis options of both workers, beside the tier's address."""
     arena_bytes: int = DEFAULT_ARENA_BYTES
-    data_plane: str = "nixl"
+    data_plane: str = "nixl,zmq"
+    """Data planes the tier serves; decode's option ``data_plane`` chooses one."""
     env: Environment = field(default_factory=dict)
     """Extra environment of every process of the stack."""
     max_running_requests: int = 4
@@ -78,21 +80,34 @@ def import_environment() -> dict[str, str]:
     return environment
 
 
-def worker_argv(role: Role, spec: StackSpec, user_flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Flags and environment of one SGLang server, apart from its addresses."""
-    argv = ["--page-size", "16", "--skip-server-warmup", "--max-running-requests", str(spec.max_running_requests)]
+def worker_argv(
+    role: Role, spec: StackSpec, tier: str, addresses: Sequence[str]
+) -> tuple[list[str], dict[str, str | None]]:
+    """Flags and environment of one SGLang server. ``tier``: the tier's socket, used by kind ``oasis`` only.
+
+    Raises ConfigError for an unknown or impossible Oasis option.
+    """
+    ours = ["--model-path", str(spec.model), "--skip-server-warmup"]
+    ours += ["--max-running-requests", str(spec.max_running_requests)]
     if platform.wanted():
-        argv += ["--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32"]
-        argv += ["--disable-overlap-schedule", "--sleep-on-idle", "--mem-fraction-static", "0.2"]
-        argv += ["--max-total-tokens", str(spec.max_total_tokens)]
+        ours += ["--max-total-tokens", str(spec.max_total_tokens)]
+        # The pool's size is the line above. SGLang also compares free memory before and after it loads weights, and
+        # whatever else allocates meanwhile, such as the other worker, counts against this fraction.
+        ours += ["--mem-fraction-static", "0.8"]
         if role == "decode":
-            argv += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
-    if role != "monolith":
-        argv += ["--disaggregation-mode", role]
-        argv += ["--disaggregation-transfer-backend", "oasis" if spec.kind == "oasis" else "nixl"]
+            ours += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
     if spec.served_model_name:
-        argv += ["--served-model-name", spec.served_model_name]
-    return ["--model-path", str(spec.model), *argv, *user_flags], {}
+        ours += ["--served-model-name", spec.served_model_name]
+    users = {"prefill": spec.prefill_flags, "decode": spec.decode_flags}.get(role, ())
+    flags = [*ours, *addresses, *spec.flags, *users]
+    if spec.kind == "oasis":
+        options = {"tier": tier, **spec.config}
+        return launch.worker_argv(role, [*(f"{launch.PREFIX}{name}={value}" for name, value in options.items()), *flags])
+    stock = list(launch.CPU_FLAGS) if platform.wanted() else []
+    stock += ["--page-size", "16"]  # as Oasis has it: the two are compared
+    if role != "monolith":
+        stock += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl"]
+    return [*stock, *flags], {config.ENV: None}
 
 
 class Stack:
@@ -110,6 +125,8 @@ class Stack:
         self.spec = spec
         self.servers: dict[str, Server] = {}
         self.urls: dict[str, str] = {}
+        self.bootstrap_port = 0
+        """Of the prefill worker; what a client that does without the router names as ``bootstrap_port``."""
         self._processes = processes
         self._run_dir = run_dir
         self._progress = progress
@@ -177,8 +194,8 @@ class Stack:
             self._segments |= server.shared_segments()
 
     def _preload(self) -> None:
-        if platform.wanted():
-            self._progress("importing SGLang (15 to 40 s, once)")
+        if platform.wanted() and not self._processes.preloaded:
+            self._progress("importing SGLang (10 to 40 s, once)")
             self._processes.preload()
 
     def _start_tier(self) -> None:
@@ -197,7 +214,7 @@ class Stack:
         return str(self._scratch / "tier.sock")
 
     def _start_pair(self) -> None:
-        bootstrap = free_port()
+        bootstrap = self.bootstrap_port = free_port()
         for role in ("prefill", "decode"):
             self._start_worker(role, flags=["--disaggregation-bootstrap-port", str(bootstrap)])
         self._wait_ready({"prefill": "/health", "decode": "/health"})
@@ -215,11 +232,8 @@ class Stack:
 
     def _start_worker(self, role: Role, *, flags: Sequence[str] = (), port: int = 0, host: str = HOST) -> None:
         port = port or free_port()
-        own = {"prefill": self.spec.prefill_flags, "decode": self.spec.decode_flags}.get(role, ())
-        address = ["--host", host, "--port", str(port)]
-        argv, env = worker_argv(role, self.spec, [*address, *flags, *self.spec.flags, *own])
-        if self.spec.kind == "oasis":
-            env["SGLANG_OASIS_CONFIG"] = json.dumps({"tier": self._tier_socket, **self.spec.config})
+        addresses = ["--host", host, "--port", str(port), *flags]
+        argv, env = worker_argv(role, self.spec, self._tier_socket, addresses)
         self.urls[role] = f"http://{_reachable(host)}:{port}"
         self._progress(f"starting {self.spec.kind if role == 'monolith' else role}")
         if platform.wanted():

@@ -7,6 +7,7 @@ It is told what to do over a socket, one JSON object per line (see ``processes.p
     {"id": 3, "op": "exec", "argv": [...], "env": {...}, "log": "..."}   -> {"id": 3, "pid": 4712}
     {"id": 4, "op": "signal", "pid": 4711, "signal": 15, "group": false} -> {"id": 4}
     anything that fails                                         -> {"id": 5, "error": "..."}
+    SIGUSR1 while it preloads: gives that up, so that commands are heard again
     whenever a server and all of its group are gone             -> {"event": "exit", "pid": 4711, "code": 0}
 
 ``fork`` runs a SGLang server from the import that ``preload`` paid for: importing SGLang takes 15 to 25 s of CPU,
@@ -54,6 +55,10 @@ _PRELOADED = (
 )
 
 
+class _PreloadCancelled(BaseException):
+    """Not an Exception, so that no module takes it for a failed optional import and goes on."""
+
+
 class Zygote:
     """The command loop. ``run`` returns in the zygote with None, in a forked child with the server to run."""
 
@@ -63,6 +68,7 @@ class Zygote:
         self._servers: dict[int, None] = {}  # pids of running session leaders, in start order
         self._ending: dict[int, int] = {}  # leader's pid -> its exit code, while its group still has members
         self._preloaded = False
+        self._preloading = False
         self._open = True
 
     def run(self) -> Callable[[], None] | None:
@@ -70,6 +76,7 @@ class Zygote:
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._close)
+        signal.signal(signal.SIGUSR1, self._cancel_preload)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         while self._open:
@@ -90,6 +97,10 @@ class Zygote:
 
     def _close(self, *_) -> None:
         self._open = False
+
+    def _cancel_preload(self, *_) -> None:
+        if self._preloading:
+            raise _PreloadCancelled("cancelled")
 
     def _read_commands(self) -> list[dict]:
         try:
@@ -124,7 +135,7 @@ class Zygote:
                     self._signal(command["pid"], command["signal"], command.get("group", False))
                 case other:
                     raise ValueError(f"unknown op {other!r}")
-        except Exception as error:  # whatever went wrong is the caller's to judge; the loop must go on
+        except (Exception, _PreloadCancelled) as error:  # whatever went wrong is the caller's to judge; the loop must go on
             reply["error"] = f"{type(error).__name__}: {error}"
         self._send(reply)
         return None
@@ -132,7 +143,11 @@ class Zygote:
     def _preload(self) -> dict:
         start = time.monotonic()
         if not self._preloaded:
-            _import_sglang()
+            self._preloading = True
+            try:
+                _import_sglang()
+            finally:
+                self._preloading = False
             self._preloaded = True
         return {"seconds": time.monotonic() - start, "threads": len(os.listdir("/proc/self/task"))}
 
@@ -261,7 +276,7 @@ def _serve(argv: list[str]) -> None:
 def _become_server(log: int) -> None:
     """In a forked child: own session, own output, no handler of the zygote's."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.setsid()

@@ -277,7 +277,10 @@ class Tier:
             return self._claim(room, request.seq)
         if room is None and key in self.failed:
             raise RoomFailed(self.failed[key][0], room=request.room)
-        self.waiters[key] = Waiter(session, request.seq, self.clock() + min(max(request.seconds, 0.0), MAX_WAIT_SECONDS))
+        if key in self.cancelled or (room is not None and room.cancelled):
+            raise RoomFailed("a reader cancelled the room", room=request.room)
+        seconds = request.seconds if request.seconds > 0 else 0.0  # not max(): it would let NaN through
+        self.waiters[key] = Waiter(session, request.seq, self.clock() + min(seconds, MAX_WAIT_SECONDS))
         return None
 
     def _claim(self, room: Room, seq: int) -> m.Manifest:
@@ -310,8 +313,12 @@ class Tier:
     def _cancel(self, session, request: m.Cancel) -> m.Reply:
         key = (request.room, request.rank)
         waiter = self.waiters.get(key)
-        if waiter is not None and waiter.session == session:
+        if waiter is not None and waiter.session != session:
+            return m.Ok(seq=request.seq)  # the room is another reader's; this one was refused
+        if waiter is not None:
+            # Its Await is answered all the same: a reader takes silence for a dead tier.
             del self.waiters[key]
+            self.outbox.append((session, m.failure(RoomFailed("its reader cancelled the room", room=key[0]), waiter.seq)))
         room = self.rooms.get(key)
         if room is None:
             if key not in self.leased_keys and key not in self.failed:

@@ -198,9 +198,7 @@ def test_owner_survives_readers_killed_while_they_read(fresh, request):
     if fresh.kind == "loopback":
         pytest.skip("reader and owner are one process")
     if fresh.plane_name == "nixl-tcp":
-        reason = (
-            "UCX aborts an owner whose send fails while it answers a read: 6 of 50 kills of a busy reader"
-        )
+        reason = "UCX aborts an owner whose send fails while it answers a read: measured 11 of 70 kills of a busy reader"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     owner = fresh.owner(seed=81, size=32 << 20)
     plane, region = fresh.reader(owner)

@@ -139,7 +139,7 @@ def test_check_notices_a_death_after_the_start(make_stack):
 
 
 def test_the_users_flags_come_after_ours():
-    argv, _ = worker_argv("decode", StackSpec("oasis", "m"), ["--page-size", "1"])
+    argv, _ = worker_argv("decode", StackSpec("oasis", "m", flags=("--page-size", "1")), "/tier", [])
     positions = [index for index, flag in enumerate(argv) if flag == "--page-size"]
     assert [argv[index + 1] for index in positions] == ["16", "1"]
 

@@ -85,15 +85,15 @@ class LoopbackServer(DataServer):
 
 class LoopbackTransfer(Transfer):
     __slots__ = (
-        "nbytes",
-        "_server",
-        "_region",
+        "_abandoned",
         "_batch",
         "_corrupt",
         "_error",
         "_landed",
-        "_abandoned",
         "_on_end",
+        "_region",
+        "_server",
+        "nbytes",
     )
 
     def __init__(self, server: LoopbackServer, region: np.ndarray, batch: ReadBatch, on_end):

@@ -115,7 +115,7 @@ class NixlServer(DataServer):
 class _Peer:
     """One loaded incarnation. Leaves NIXL only when ``transfers`` (those not drained) is empty."""
 
-    __slots__ = ("endpoint", "transfers", "lost", "forgotten")
+    __slots__ = ("endpoint", "forgotten", "lost", "transfers")
 
     def __init__(self, endpoint: Endpoint):
         self.endpoint = endpoint
@@ -128,7 +128,7 @@ class NixlTransfer(Transfer):
     """One read as parts: waiting, then posted (a NIXL handle), then ended. Owns its handles; frees each exactly once,
     after it ended."""
 
-    __slots__ = ("nbytes", "_plane", "_peer", "_waiting", "_posted", "_error", "_landed", "_abandoned")
+    __slots__ = ("_abandoned", "_error", "_landed", "_peer", "_plane", "_posted", "_waiting", "nbytes")
 
     def __init__(self, plane: NixlPlane, peer: _Peer, batch: ReadBatch):
         self.nbytes = batch.nbytes
@@ -181,11 +181,11 @@ class NixlTransfer(Transfer):
             handle = agent.createXferReq(nixl.NIXL_READ, local, remote, endpoint.name)
         except nixl.nixlNotFoundError as error:
             # Also what NIXL says of a range outside the owner's registration: the endpoint promised more than there is.
-            known = self._plane.knows(endpoint.name)
-            self._fail(
-                BoundsError("the owner has not registered this range", peer=endpoint.name) if known else error
-            )
-            self._peer.lost = not known
+            if self._plane.knows(endpoint.name):
+                unregistered = BoundsError("the owner has not registered this range", peer=endpoint.name)
+                self._fail(unregistered, peer_lost=False)
+            else:
+                self._fail(error)
             return
         except _FAILURES as error:
             self._fail(error)
@@ -207,9 +207,9 @@ class NixlTransfer(Transfer):
         self._plane.free(handle)
         return True
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: Exception, *, peer_lost: bool = True) -> None:
         # UCX closes a connection as a whole on its first error, so the peer is unusable until it is loaded again.
-        self._peer.lost = True
+        self._peer.lost |= peer_lost
         self._waiting.clear()
         if self._error is None:
             self._error = error if isinstance(error, OasisError) else _typed(error, self._peer.endpoint.name)
@@ -280,7 +280,7 @@ class NixlPlane(DataPlane):
         for transfer in in_flight:
             transfer.release()
         deadline = time.monotonic() + CLOSE_DRAIN_SECONDS
-        while not all([transfer.drained for transfer in in_flight]) and time.monotonic() < deadline:
+        while time.monotonic() < deadline and sum(not transfer.drained for transfer in in_flight):
             time.sleep(0.001)
         for peer in self._peers.values():
             for transfer in peer.transfers:

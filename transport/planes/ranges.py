@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from transport.dataplane import ReadBatch
@@ -42,4 +44,4 @@ def parts(batch: ReadBatch, max_bytes: int, max_ranges: int) -> list[ReadBatch]:
     weight = np.maximum(batch.lengths, np.uint64(-(-max_bytes // max_ranges)))
     part = (np.cumsum(weight, dtype=np.uint64) - weight) // np.uint64(max_bytes)
     cuts = np.concatenate(([0], np.flatnonzero(part[1:] != part[:-1]) + 1, [len(part)]))
-    return [ReadBatch(*(side[a:b] for side in batch)) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+    return [ReadBatch(*(side[a:b] for side in batch)) for a, b in itertools.pairwise(cuts)]

@@ -319,7 +319,7 @@ def _scatter(frames: list[memoryview], part: ReadBatch, region: memoryview) -> N
 class ZmqTransfer(Transfer):
     """Written into only by ``_Peer.pump`` and only while not ``ended``, so it is drained as soon as it ended."""
 
-    __slots__ = ("nbytes", "waiting", "_plane", "_peer", "_left", "_error", "_abandoned")
+    __slots__ = ("_abandoned", "_error", "_left", "_peer", "_plane", "nbytes", "waiting")
 
     def __init__(self, plane: ZmqPlane, peer: _Peer, batch: ReadBatch):
         self.nbytes = self._left = batch.nbytes

@@ -1,0 +1,27 @@
+"""The ``oasis`` command.
+
+Commands import what they run when they run: ``oasis --help`` loads neither torch nor SGLang.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from oasis_sglang.commands import demo, nodes, test, up
+
+app = typer.Typer(
+    help="Prefill/decode disaggregation for SGLang with the KV cache in a capacity tier.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for module in (demo, up, test, nodes):
+    module.register(app)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()
