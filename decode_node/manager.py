@@ -181,7 +181,9 @@ class OasisReceiver(CommonKVReceiver):
 
     def abort(self) -> None:
         if self.conclude_state != KVPoll.Failed:
-            self.error = self.error or RoomFailed("aborted on the decode node", room=self.bootstrap_room)
+            before_its_peer = PeerLost("aborted before its prefill node answered", room=self.bootstrap_room, peer=self.bootstrap_addr)
+            aborted = RoomFailed("aborted on the decode node", room=self.bootstrap_room)
+            self.error = self.error or (before_its_peer if self.pull is None else aborted)
         self._cancel("the request was aborted on the decode node")
         self.conclude_state = KVPoll.Failed
 

@@ -154,6 +154,8 @@ class Puller:
         self._post(lambda: None)
         self._thread.join(timeout=10)
         self._resolvers.shutdown(wait=False, cancel_futures=True)
+        # An open socket would block whoever collects the context, for ever.
+        self._context.destroy(linger=200)
         self.plane.close()
         self.staging.close()
 

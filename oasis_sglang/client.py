@@ -83,7 +83,9 @@ def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
     try:
         reply = urllib.request.urlopen(request, timeout=timeout)
     except urllib.error.HTTPError as error:
-        raise GenerateError(f"HTTP {error.code} from {url}: {error.read(2000).decode(errors='replace')}") from error
+        raise GenerateError(
+            f"HTTP {error.code} from {url}: {error.read(2000).decode(errors='replace')}"
+        ) from error
     with reply:
         for line in reply:
             if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):

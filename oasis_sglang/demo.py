@@ -20,7 +20,7 @@ from oasis_sglang.stack import Stack, StackError, StackSpec
 
 LONG_TOKENS = 6000
 MEDIUM_TOKENS = 2000
-TOGETHER = ", together"
+AT_ONCE = ", at once"
 _VERSIONS = ("oasis-sglang", "sglang", "sglang-router", "nixl", "torch", "transformers")
 _ACCOUNTED = ("full_transfer_bytes", "admitted_bytes", "admitted_bytes_by_phase", "lifetime_bytes")
 
@@ -45,7 +45,12 @@ def make_prompts(model: Path) -> list[Prompt]:
 
 
 def run(
-    model: Path, processes: Processes, *, run_dir: Path, output_tokens: int, progress: Progress = lambda line: None
+    model: Path,
+    processes: Processes,
+    *,
+    run_dir: Path,
+    output_tokens: int,
+    progress: Progress = lambda line: None,
 ) -> dict:
     """The report (the object ``oasis demo --json`` prints). Raises StackError, GenerateError or ConfigError."""
     prompts = make_prompts(model)
@@ -73,7 +78,9 @@ def run(
     }
 
 
-def ask_all(url: str, prompts: Sequence[Prompt], output_tokens: int, progress: Progress) -> dict[str, Generation]:
+def ask_all(
+    url: str, prompts: Sequence[Prompt], output_tokens: int, progress: Progress
+) -> dict[str, Generation]:
     """Answers by prompt name: each prompt alone, then the short ones at once."""
     short = [prompt for prompt in prompts if prompt.name.startswith("short")]
     for prompt in short[:2]:  # first requests pay for connections and first-use work on either side
@@ -81,13 +88,15 @@ def ask_all(url: str, prompts: Sequence[Prompt], output_tokens: int, progress: P
     answers = {}
     for prompt in prompts:
         answer = generate(url, prompt.input_ids, max_new_tokens=output_tokens, rid=f"demo-{prompt.name}")
-        progress(f"{prompt.name}: {answer.prompt_tokens} tokens, first token after {answer.ttft_seconds:.2f} s")
+        progress(
+            f"{prompt.name}: {answer.prompt_tokens} tokens, first token after {answer.ttft_seconds:.2f} s"
+        )
         answers[prompt.name] = answer
-    together = generate_concurrently(
-        url, [prompt.input_ids for prompt in short], max_new_tokens=output_tokens, rid="demo-together"
+    at_once = generate_concurrently(
+        url, [prompt.input_ids for prompt in short], max_new_tokens=output_tokens, rid="demo-at-once"
     )
-    progress(f"{len(short)} short ones together: done")
-    return answers | {prompt.name + TOGETHER: answer for prompt, answer in zip(short, together, strict=True)}
+    progress(f"{len(short)} short ones at once: done")
+    return answers | {prompt.name + AT_ONCE: answer for prompt, answer in zip(short, at_once, strict=True)}
 
 
 def decode_state(stack: Stack) -> dict:
@@ -98,7 +107,9 @@ def decode_state(stack: Stack) -> dict:
     return state
 
 
-def compare(stock: dict[str, Generation], oasis: dict[str, Generation], accounts: dict[str, dict]) -> list[dict]:
+def compare(
+    stock: dict[str, Generation], oasis: dict[str, Generation], accounts: dict[str, dict]
+) -> list[dict]:
     """One entry per request. ``accounts``: the decode worker's counts by request id."""
     entries = []
     for name, ours in oasis.items():
@@ -145,21 +156,32 @@ def describe_machine() -> str:
 
 def show(report: dict) -> None:
     """The report as a table on stdout."""
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Stock SGLang PD over NIXL, and Oasis, on the same prompts", caption_justify="left")
-    table.add_column("prompt")
-    for column in ("prompt\ntokens", "full\nKiB", "admitted\nKiB", "TTFT s\nstock", "TTFT s\nOasis"):
-        table.add_column(column, justify="right")
-    for column in ("ITL ms\nstock", "ITL ms\nOasis", "equal\ntokens"):
-        table.add_column(column, justify="right")
+    table = Table(
+        title="Stock SGLang PD over NIXL, and Oasis, on the same prompts",
+        box=box.SIMPLE,
+        padding=(0, 1, 0, 0),
+        pad_edge=False,
+    )
+    table.add_column("prompt", no_wrap=True)
+    for column in (
+        "tokens",
+        "full\nMiB",
+        "adm.\nMiB",
+        *("TTFT s\nstock", "TTFT s\nOasis"),
+        *("ITL ms\nstock", "ITL ms\nOasis"),
+        "equal",
+    ):
+        table.add_column(column, justify="right", no_wrap=True)
     for entry in report["requests"]:
         table.add_row(
             entry["name"],
             str(entry["prompt_tokens"]),
-            f"{entry['full_transfer_bytes'] / 1024:,.0f}",
-            f"{entry['admitted_bytes'] / 1024:,.0f}",
+            f"{entry['full_transfer_bytes'] / 2**20:,.1f}",
+            f"{entry['admitted_bytes'] / 2**20:,.1f}",
             f"{entry['stock_ttft_seconds']:.2f}",
             f"{entry['ttft_seconds']:.2f}",
             f"{entry['stock_itl_seconds_mean'] * 1000:.0f}",
@@ -176,7 +198,7 @@ def show(report: dict) -> None:
         f"one stack after the other on one machine: {config['machine']}. Times are single runs."
     )
     console.print(
-        "full: KV bytes of the prompt. admitted: bytes decode received before its first step, with the manifest and "
-        f"whole pages. Decode host memory at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB, "
+        "full: KV bytes of the prompt. adm. (admitted): bytes decode received before its first step, in whole pages "
+        f"and with the manifest. equal: leading output tokens equal to stock's. Decode host memory at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB, "
         f"KV pool at most {report['kv_pool_tokens_peak']:,} tokens."
     )

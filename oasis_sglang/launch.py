@@ -21,8 +21,9 @@ from transport.errors import ConfigError
 PREFIX = "--oasis-"
 
 CPU_FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-overlap-schedule",
-             "--sleep-on-idle", "--mem-fraction-static", "0.2")
-"""What serving without a GPU needs (and an fp32 default, since CPUs emulate bf16)."""
+             "--sleep-on-idle", "--mem-fraction-static", "0.6", "--max-total-tokens", "40000")
+"""What serving without a GPU needs: an fp32 default, since CPUs emulate bf16, and a pool of a stated size, since a
+fraction of free memory would depend on what else runs on the host."""
 
 
 def default_tier_socket() -> str:

@@ -142,7 +142,8 @@ def cut_layers(src: Path, dst: Path, layers: Sequence[int]) -> None:
         raise ModelError(f"layers {list(layers)} are not within the {count} layers of {src}")
     kept = {}
     with safe_open(src / "model.safetensors", "pt") as tensors:
-        for name in tensors.keys():
+        names = tensors.keys()
+        for name in names:
             parts = name.split(".")
             if parts[:2] == ["model", "layers"]:
                 old = int(parts[2])
@@ -225,7 +226,9 @@ def _convert(source: Source, out: Path) -> None:
         weights[_hugging_face_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
 
-    tokens = {name: field(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id", "padding_token_id")}
+    tokens = {
+        name: field(f"tokenizer.ggml.{name}") for name in ("bos_token_id", "eos_token_id", "padding_token_id")
+    }
     special = {
         "bos_token_id": tokens["bos_token_id"],
         "eos_token_id": tokens["eos_token_id"],

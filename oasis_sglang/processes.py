@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Self
 
 STOP_GRACE_S = 10.0
 PRELOAD_TIMEOUT_S = 300.0
@@ -43,7 +44,7 @@ class ProcessesError(Exception):
 class Server:
     """One server: the leader of its own process group. Made by Processes, which reaps it."""
 
-    __slots__ = ("_owner", "name", "pid", "log", "code")
+    __slots__ = ("_owner", "code", "log", "name", "pid")
 
     def __init__(self, owner: Processes, name: str, pid: int, log: Path):
         self._owner = owner
@@ -138,7 +139,7 @@ class Processes:
                 start_new_session=True,  # Ctrl-C is for the owner, which then stops things in order
             )
 
-    def __enter__(self) -> Processes:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_) -> None:
@@ -152,15 +153,21 @@ class Processes:
             self._zygote.send_signal(signal.SIGUSR1)  # else it would hear of nothing until the import is done
             raise
         if reply["threads"] != 1:
-            raise ProcessesError(f"importing SGLang started {reply['threads'] - 1} threads: forking is unsafe")
+            raise ProcessesError(
+                f"importing SGLang started {reply['threads'] - 1} threads: forking is unsafe"
+            )
         self.preloaded = True
         return reply["seconds"]
 
-    def serve(self, argv: Sequence[str], *, log: Path, env: Environment | None = None, name: str = "sglang") -> Server:
+    def serve(
+        self, argv: Sequence[str], *, log: Path, env: Environment | None = None, name: str = "sglang"
+    ) -> Server:
         """A SGLang server with these flags, forked from the preloaded import."""
         return self._start("fork", argv, log, env, name)
 
-    def run(self, argv: Sequence[str], *, log: Path, env: Environment | None = None, name: str = "") -> Server:
+    def run(
+        self, argv: Sequence[str], *, log: Path, env: Environment | None = None, name: str = ""
+    ) -> Server:
         """Any command line."""
         return self._start("exec", argv, log, env, name or Path(argv[0]).name)
 

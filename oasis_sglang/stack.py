@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from oasis_sglang import config, launch
 from oasis_sglang.cpu import platform
@@ -102,7 +102,9 @@ def worker_argv(
     flags = [*ours, *addresses, *spec.flags, *users]
     if spec.kind == "oasis":
         options = {"tier": tier, **spec.config}
-        return launch.worker_argv(role, [*(f"{launch.PREFIX}{name}={value}" for name, value in options.items()), *flags])
+        return launch.worker_argv(
+            role, [*(f"{launch.PREFIX}{name}={value}" for name, value in options.items()), *flags]
+        )
     stock = list(launch.CPU_FLAGS) if platform.wanted() else []
     stock += ["--page-size", "16"]  # as Oasis has it: the two are compared
     if role != "monolith":
@@ -134,7 +136,7 @@ class Stack:
         self._scratch: Path | None = None
         self._segments: set[Path] = set()
 
-    def __enter__(self) -> Stack:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
@@ -230,7 +232,9 @@ class Stack:
         self._run("router", argv)
         self._wait_ready({"router": "/readiness"})
 
-    def _start_worker(self, role: Role, *, flags: Sequence[str] = (), port: int = 0, host: str = HOST) -> None:
+    def _start_worker(
+        self, role: Role, *, flags: Sequence[str] = (), port: int = 0, host: str = HOST
+    ) -> None:
         port = port or free_port()
         addresses = ["--host", host, "--port", str(port), *flags]
         argv, env = worker_argv(role, self.spec, self._tier_socket, addresses)

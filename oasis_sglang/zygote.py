@@ -135,7 +135,7 @@ class Zygote:
                     self._signal(command["pid"], command["signal"], command.get("group", False))
                 case other:
                     raise ValueError(f"unknown op {other!r}")
-        except (Exception, _PreloadCancelled) as error:  # whatever went wrong is the caller's to judge; the loop must go on
+        except (Exception, _PreloadCancelled) as error:  # noqa: BLE001  the caller's to judge; the loop goes on
             reply["error"] = f"{type(error).__name__}: {error}"
         self._send(reply)
         return None
@@ -182,7 +182,7 @@ class Zygote:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=_before_exec,
+                preexec_fn=_before_exec,  # noqa: PLW1509  this process has one thread
             )
         finally:
             os.close(log)

@@ -22,7 +22,7 @@ import torch
 
 from prefill_node.pages import ArenaWriter, PageSource
 from transport import messages as m
-from transport.errors import CapacityError, DeadlineExceeded, OasisError, PeerLost, RoomFailed
+from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, OasisError, PeerLost, RoomFailed
 from transport.hashing import page_hashes
 from transport.records import HASH_BYTES
 from transport.worker_client import WorkerClient
@@ -105,11 +105,13 @@ class Publisher:
 
     def cancel(self, pub: Publication, reason: str) -> None:
         """After it returns the pool's pages are no longer read. Idempotent."""
+        if pub.state in (COMMITTED, FAILED):
+            return
+        again, pub.cancelled = pub.cancelled, True  # before the lock, or the next batch may take it first
         with pub.lock:
-            if pub.cancelled or pub.state in (COMMITTED, FAILED):
-                return
-            pub.cancelled = True
-        self._inbox.put((self._abandon, pub, RoomFailed(reason, room=pub.room)))
+            pass
+        if not again:
+            self._inbox.put((self._abandon, pub, RoomFailed(reason, room=pub.room)))
 
     def close(self) -> None:
         self._stop.set()
@@ -144,19 +146,24 @@ class Publisher:
         if pub is not None and (pub.state == FAILED or (pub.cancelled and work != self._abandon)):
             return
         try:
-            work(*args)
-        except (PeerLost, DeadlineExceeded) as error:
+            try:
+                work(*args)
+            except (PeerLost, DeadlineExceeded):
+                raise
+            except OasisError as error:
+                self._abandon(pub, error)
+            except Exception as error:  # a fault of ours must reach the request, not a dead thread
+                log.exception("publication failed")
+                if pub is not None:
+                    self._abandon(pub, RoomFailed(f"internal error while publishing: {error!r}", room=pub.room))
+        except OasisError as error:  # the tier, also while a room was being given up there
             self._lost(error)
             if pub is not None:
                 self._fail(pub, error)
-        except OasisError as error:
-            self._abandon(pub, error)
-        except Exception as error:  # a fault of ours must reach the request, not a dead thread
-            log.exception("publication failed")
-            if pub is not None:
-                self._abandon(pub, RoomFailed(f"internal error while publishing: {error!r}", room=pub.room))
 
     def _open(self, pub: Publication) -> None:
+        if any(other.room == pub.room for other in self.live - {pub}):
+            raise DuplicateRoom("the bootstrap room is in use on this prefill node", room=pub.room)
         self.live.add(pub)
         whole = len(pub.tokens) // self.layout.block_tokens
         hashes = b"" if pub.seed is None else page_hashes(pub.seed, pub.tokens, self.layout.block_tokens)
@@ -219,10 +226,13 @@ class Publisher:
         if pub.state in (COMMITTED, FAILED):
             return
         self._fail(pub, error)
-        if error.code != "DuplicateRoom":  # that room is another request's
+        others = isinstance(error, DuplicateRoom) or any(other.room == pub.room for other in self.live)
+        if not others:  # else the room is another request's
             self.client.call(m.Abort, room=pub.room, rank=self.rank, reason=str(error))
 
     def _fail(self, pub: Publication, error: OasisError) -> None:
+        if pub.state in (COMMITTED, FAILED):
+            return
         self.live.discard(pub)
         self.totals[f"failed_{pub.state}"] += 1
         pub.error = error
@@ -242,7 +252,6 @@ class Publisher:
         for pub in list(self.live):
             self._fail(pub, error)
         self._waiting.clear()
-        self._retry_at = time.monotonic() + REATTACH_SECONDS
 
     def _check_connection(self) -> None:
         if self.client.alive():
@@ -258,9 +267,13 @@ class Publisher:
             return
         self.totals["reattached"] += 1
         # Readers already wait for these rooms at the new incarnation, which has never heard of them.
-        orphans, self._orphans = self._orphans, []
-        for room in orphans:
-            self.client.call(m.Abort, room=room, rank=self.rank, reason="the tier restarted before the commit")
+        try:
+            while self._orphans:
+                self.client.call(m.Abort, room=self._orphans[-1], rank=self.rank, reason="the tier restarted before the commit")
+                self._orphans.pop()
+        except OasisError as error:
+            self._lost(error)
+            return
         log.info("re-attached to %s, epoch %s", self.client.peer, self.client.welcome.epoch[:8])
         try:
             self.on_attach(self.client.welcome)

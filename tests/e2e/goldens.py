@@ -38,7 +38,13 @@ class Goldens:
         return [json.loads(file.read_text()) for file in files]
 
     def _file(self, model: Path, prompt: Sequence[int], max_new_tokens: int) -> Path:
-        key = [models.fingerprint(model), list(prompt), max_new_tokens, *map(version, ("sglang", "torch")), _runtime()]
+        key = [
+            models.fingerprint(model),
+            list(prompt),
+            max_new_tokens,
+            *map(version, ("sglang", "torch")),
+            _runtime(),
+        ]
         return self._directory / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]}.json"
 
 

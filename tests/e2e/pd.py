@@ -14,7 +14,12 @@ from dataclasses import dataclass
 
 from oasis_sglang.stack import Stack, get_json
 
-rooms = itertools.count(1 << 40)
+_rooms = itertools.count(1 << 40)
+
+
+def next_room() -> int:
+    """A bootstrap room that no test used before."""
+    return next(_rooms)
 
 
 @dataclass
@@ -67,7 +72,7 @@ def body(stack: Stack, prompt: list[int], *, room: int, max_new_tokens: int, **e
 
 def pair(stack: Stack, prompt: list[int], *, room: int | None = None, max_new_tokens: int = 8) -> tuple[Post, Post]:
     """The same request at both workers, as the router sends it: (prefill's, decode's)."""
-    request = body(stack, prompt, room=next(rooms) if room is None else room, max_new_tokens=max_new_tokens)
+    request = body(stack, prompt, room=next_room() if room is None else room, max_new_tokens=max_new_tokens)
     return Post(stack.urls["prefill"], request), Post(stack.urls["decode"], request)
 
 

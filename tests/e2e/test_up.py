@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,10 +27,21 @@ class Up:
     def __init__(self, model: Path, run_dir: Path):
         # Short: the paths of unix sockets below it must stay under 108 bytes.
         self.temporary = Path(tempfile.mkdtemp(prefix="up-"))
-        self._errors = open(run_dir / "stderr", "w+")
+        self._errors = open(run_dir / "stderr", "w+")  # noqa: SIM115  closed by close()
         self.run_dir = run_dir
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "oasis_sglang.cli", "up", "--model", model, "--port", "0", "--run-dir", run_dir],
+            [
+                sys.executable,
+                "-m",
+                "oasis_sglang.cli",
+                "up",
+                "--model",
+                model,
+                "--port",
+                "0",
+                "--run-dir",
+                run_dir,
+            ],
             env={**os.environ, "TMPDIR": str(self.temporary)},
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -77,6 +89,7 @@ class Up:
         self.process.wait()
         self.process.stdout.close()
         self._errors.close()
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 @pytest.fixture
@@ -128,7 +141,9 @@ def test_serves_openai_requests_and_stops_at_one_ctrl_c(up):
 
     questions = [f"Say something about the number {n}." for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        together = [json.loads(answer) for answer in pool.map(lambda question: chat(url, question), questions)]
+        together = [
+            json.loads(answer) for answer in pool.map(lambda question: chat(url, question), questions)
+        ]
     assert [answer["usage"]["completion_tokens"] for answer in together] == [24] * 4
 
     pids, segments = up.descendants(), up.segments()

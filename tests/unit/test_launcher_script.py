@@ -40,7 +40,12 @@ def call(tmp_path):
     python.chmod(0o755)
 
     def start(*args, **env):
-        settings = {"OASIS_PYTHON": str(python), "CALLS": str(tmp_path / "calls"), "PYTHONPATH": "/leak", **env}
+        settings = {
+            "OASIS_PYTHON": str(python),
+            "CALLS": str(tmp_path / "calls"),
+            "PYTHONPATH": "/leak",
+            **env,
+        }
         return subprocess.Popen(
             [checkout / "oasis", *args],
             env={"PATH": os.environ["PATH"], **settings},

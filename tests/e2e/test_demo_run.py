@@ -1,0 +1,28 @@
+"""``oasis demo`` on the 4-layer cut: everything the report says is there, and adds up."""
+
+import json
+
+from oasis_sglang import demo
+
+OUTPUT_TOKENS = 16
+
+
+def test_the_report_is_complete_exact_and_adds_up(models, stacks, processes, tmp_path):
+    stacks.stop()  # its stacks are its own: leave it the machine
+    report = demo.run(models.s4, processes, run_dir=tmp_path, output_tokens=OUTPUT_TOKENS, progress=print)
+    assert json.loads(json.dumps(report)) == report
+    requests = report["requests"]
+    assert [entry["prompt_tokens"] for entry in requests[:2]] == [demo.LONG_TOKENS, demo.MEDIUM_TOKENS]
+    assert len(requests) == 10
+    layout = report["config"]["layout"]
+    token_bytes = 2 * layout["num_layers"] * layout["kv_heads"] * layout["head_dim"] * layout["itemsize"]
+    for entry in requests:
+        assert entry["output_tokens"] == entry["agreement_tokens"] == OUTPUT_TOKENS, entry["name"]
+        assert entry["full_transfer_bytes"] == token_bytes * entry["prompt_tokens"]
+        assert entry["admitted_bytes"] == sum(entry["admitted_bytes_by_phase"].values())
+        assert entry["lifetime_bytes"] >= entry["admitted_bytes"] >= entry["full_transfer_bytes"]
+        assert all(entry[f"{side}ttft_seconds"] > 0 for side in ("", "stock_"))
+        assert all(entry[f"{side}itl_seconds_mean"] > 0 for side in ("", "stock_"))
+    assert report["kv_pool_tokens_peak"] >= demo.LONG_TOKENS
+    assert report["decode_host_bytes_peak"] > 0
+    assert report["versions"]["sglang"] == "0.5.23"
