@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import zmq
 
+from decode_node.arena_peer import ArenaPeer
 from decode_node.pages import PageSink
 from decode_node.tier_link import TierLink
 from transport import messages as m
-from transport.dataplane import DataPlane, Endpoint, ReadBatch, Transfer
-from transport.errors import CapacityError, DeadlineExceeded, LeaseExpired, OasisError, PeerLost, RoomFailed
+from transport.dataplane import DataPlane, ReadBatch, Transfer
+from transport.errors import CapacityError, DeadlineExceeded, LayoutMismatch, LeaseExpired, OasisError, PeerLost, RoomFailed
 from transport.integrity import verify
 from transport.layout import KVLayout
 from transport.staging import Staging, Window
@@ -77,6 +78,7 @@ class Pull:
     cursor: int = 0
     landed: int = 0
     attempts: int = 0
+    lost_connections: set[int] = field(default_factory=set)
     retry: list[tuple[int, int]] = field(default_factory=list)
     bytes_by_phase: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
 
@@ -90,6 +92,7 @@ class Flight:
     stop: int
     window: Window
     transfer: Transfer
+    connection: int
     deadline: float
 
 
@@ -110,6 +113,7 @@ class Puller:
         self.live: set[Pull] = set()
         self.reports: OrderedDict[str, dict] = OrderedDict()
         self.links: dict[str, TierLink] = {}
+        self.arenas: dict[TierLink, ArenaPeer] = {}
         self.flights: list[Flight] = []
         self.staged_peak = 0
         self._ready: list[Pull] = []
@@ -187,11 +191,12 @@ class Puller:
         with self._inbox_lock:
             inbox, self._inbox = self._inbox, []
         for work, *args in inbox:
-            work(*args)
+            self._guard(next((a for a in args if isinstance(a, Pull)), None), work, *args)
         for link in list(self.links.values()):
-            link.process(now)
-            if link.error is not None:
-                self._drop_link(link)
+            self._guard(None, link.process, now)
+        for arena in list(self.arenas.values()):
+            self._guard(None, arena.process, now)
+        self._drop_failed_links()
         self._land(now)
         self._launch(now)
         for pull in [p for p in self.live if now >= p.deadline]:
@@ -199,6 +204,7 @@ class Puller:
                                                  limit=f"{self.limits.await_seconds} s"))
         if now >= self._renew_at:
             self._renew(now)
+        self._drop_failed_links()
         if self.staging.quarantined:
             self.staging.sweep()
         if now - self._sampled_at >= IDLE_SECONDS:
@@ -207,6 +213,21 @@ class Puller:
         if now - self._exported_at >= 1.0:
             self._exported_at = now
             self.export(self.totals, {"pulls": len(self.live), "staging_quarantined": self.staging.quarantined})
+
+    def _guard(self, pull: Pull | None, work, *args) -> None:
+        """An error ends the pull it belongs to; a fault of ours must not take the others along."""
+        try:
+            work(*args)
+        except OasisError as error:
+            reason = error
+        except Exception as error:
+            log.exception("pull failed")
+            self.totals["internal_errors"] += 1
+            reason = RoomFailed(f"internal error while pulling: {error!r}", room=pull.room if pull else None)
+        else:
+            return
+        if pull is not None:
+            self._give_up(pull, reason)
 
     # -- finding the manifest -----------------------------------------------------------------------------------
 
@@ -232,32 +253,37 @@ class Puller:
     def _await(self, pull: Pull, address: str) -> None:
         if pull.state != RESOLVING or pull.cancelled:
             return
-        pull.state = AWAITING
         pull.link = self._link(address)
+        pull.state = AWAITING
         seconds = max(0.0, pull.deadline - time.monotonic())
         pull.link.request(m.Await, dict(room=pull.room, rank=self.rank, seconds=seconds), lambda reply: self._manifest(pull, reply),
                           deadline=pull.deadline + self.limits.silence_seconds)
 
     def _link(self, address: str) -> TierLink:
         link = self.links.get(address)
-        if link is None or link.error is not None:
+        if link is not None and link.error is not None:
+            self._drop_link(link)
+            link = None
+        if link is None:
             link = self.links[address] = TierLink(
                 self._context, address, node=self.node, rank=self.rank, layout=self.layout, fingerprint=self.fingerprint,
                 silence=self.limits.silence_seconds, now=time.monotonic(), on_ready=self._linked)
         return link
 
     def _linked(self, link: TierLink) -> None:
+        self._renew_at = min(self._renew_at, time.monotonic() + link.welcome.lease_seconds / 3)
+        arena = self.arenas[link] = ArenaPeer(link, self.plane, limit=self.limits.read_seconds, on_end=self._sought)
         try:
-            self.plane.connect(self._endpoint(link))
+            arena.attach(time.monotonic())
         except OasisError as error:
             link.fail(error)
 
-    def _endpoint(self, link: TierLink) -> Endpoint:
-        for endpoint in link.welcome.endpoints:
-            if endpoint.kind == self.plane.kind:
-                return endpoint
-        served = ", ".join(e.kind for e in link.welcome.endpoints)
-        raise PeerLost(f"the tier does not serve the data plane {self.plane.kind!r}, only {served}", peer=link.peer)
+    def _sought(self, parked: list[Pull], error: OasisError | None) -> None:
+        """A tier's data plane is back, or will not come back."""
+        if error is None:
+            self._ready.extend(pull for pull in parked if pull not in self._ready)
+        for pull in parked if error else ():
+            self._give_up(pull, error)
 
     def _drop_link(self, link: TierLink) -> None:
         if self.links.get(link.address) is link:
@@ -266,8 +292,12 @@ class Puller:
         self.forget(link.address)
         for pull in [p for p in self.live if p.link is link]:
             self._give_up(pull, link.error)
-        if link.welcome is not None:
-            self.plane.disconnect(self._endpoint(link).name)
+        if arena := self.arenas.pop(link, None):
+            arena.close()
+
+    def _drop_failed_links(self) -> None:
+        for link in [link for link in self.links.values() if link.error is not None]:
+            self._drop_link(link)
 
     def _manifest(self, pull: Pull, reply: m.Reply | OasisError) -> None:
         if isinstance(reply, OasisError):
@@ -282,6 +312,9 @@ class Puller:
         self._renew_at = min(self._renew_at, time.monotonic() + reply.lease_seconds / 3)
         try:
             self.layout.require_equal(reply.layout, peer=pull.link.peer, room=pull.room)
+            if reply.fingerprint != self.fingerprint:  # the tier's worker may have changed since it welcomed us
+                raise LayoutMismatch(f"model differs: fingerprint {self.fingerprint[:12]} here, {reply.fingerprint[:12]} in the manifest",
+                                     field="fingerprint", peer=pull.link.peer, room=pull.room)
             pages = -(-reply.prompt_tokens // self.layout.block_tokens)
             pull.records = m.unpack(reply.records, "u4", count=pages).astype(np.int64)
             pull.generations = m.unpack(reply.generations, "u8", count=pages)
@@ -314,6 +347,10 @@ class Puller:
             pull = self._ready.pop(0)
             if pull.state != PULLING or pull.cancelled:
                 continue
+            arena = self.arenas[pull.link]
+            if arena.seeking:
+                arena.park(pull)
+                continue
             if pull.retry:
                 start, stop = pull.retry.pop()
             else:
@@ -321,6 +358,9 @@ class Puller:
                 stop = pull.cursor = min(start + self.staging.window_bytes // self.layout.payload_bytes, len(pull.records))
             try:
                 self._read(pull, start, stop, now)
+            except PeerLost as error:
+                self._failed_read(pull, start, stop, arena.connection, error)
+                continue
             except OasisError as error:
                 self._give_up(pull, error)
                 continue
@@ -328,7 +368,7 @@ class Puller:
                 self._ready.append(pull)
 
     def _read(self, pull: Pull, start: int, stop: int, now: float) -> None:
-        window = self.staging.acquire()
+        arena, window = self.arenas[pull.link], self.staging.acquire()
         n = stop - start
         size = np.uint64(self.layout.payload_bytes)
         batch = ReadBatch(
@@ -336,11 +376,11 @@ class Puller:
             local=np.uint64(window.offset) + np.arange(n, dtype=np.uint64) * size,
             lengths=np.full(n, size, dtype=np.uint64))
         try:
-            transfer = self.plane.read(self._endpoint(pull.link).name, batch)
+            transfer = self.plane.read(arena.name, batch)
         except OasisError:
             self.staging.release(window)
             raise
-        self.flights.append(Flight(pull, start, stop, window, transfer, now + self.limits.read_seconds))
+        self.flights.append(Flight(pull, start, stop, window, transfer, arena.connection, now + self.limits.read_seconds))
         used = (len(self.flights) + self.staging.quarantined) * self.staging.window_bytes
         self.staged_peak = max(self.staged_peak, used)
 
@@ -348,22 +388,21 @@ class Puller:
         for flight in list(self.flights):
             pull = flight.pull
             try:
-                if pull.state != PULLING or pull.cancelled:
-                    raise RoomFailed("no longer wanted", room=pull.room)
                 if not flight.transfer.poll():
                     if now < flight.deadline:
-                        continue
+                        continue  # also when nobody wants it any more: its window comes back the sooner
                     raise DeadlineExceeded("a read did not land", room=pull.room, peer=pull.link.peer, limit=f"{self.limits.read_seconds} s")
-                self._accept(flight, now)
-            except OasisError as error:
+                if pull.state == PULLING and not pull.cancelled:
+                    self._accept(flight, now)
+            except Exception as error:
                 self.flights.remove(flight)
                 self._discard(flight)
-                self._failed_read(flight, error)
+                self._guard(pull, self._failed_read, pull, flight.start, flight.stop, flight.connection, error)
             else:
                 self.flights.remove(flight)
                 flight.transfer.release()
                 self.staging.release(flight.window)
-                self._advance(pull)
+                self._guard(pull, self._advance, pull)
 
     def _accept(self, flight: Flight, now: float) -> None:
         """Verifies what landed and hands it to the pool. Raises ``IntegrityError``, ``LeaseExpired``."""
@@ -381,17 +420,24 @@ class Puller:
         pull.bytes_by_phase["records"] += (n - partial) * size
         pull.landed += n
 
-    def _failed_read(self, flight: Flight, error: OasisError) -> None:
-        pull = flight.pull
+    def _failed_read(self, pull: Pull, start: int, stop: int, connection: int, error: Exception) -> None:
+        if not isinstance(error, OasisError):
+            raise error
+        lost = isinstance(error, PeerLost)
+        if lost and (arena := self.arenas.get(pull.link)):
+            arena.lost(connection, time.monotonic())
         if pull.state != PULLING or pull.cancelled:
             return
         self.totals["read_failures"] += 1
-        pull.attempts += 1
+        if not lost or connection not in pull.lost_connections:  # one loss takes all reads in flight along
+            pull.attempts += 1
+        if lost:
+            pull.lost_connections.add(connection)
         if pull.attempts >= ATTEMPTS or isinstance(error, LeaseExpired):
             self._give_up(pull, error)
             return
         log.warning("read again once: %s", error)
-        pull.retry.append((flight.start, flight.stop))
+        pull.retry.append((start, stop))
         if pull not in self._ready:
             self._ready.append(pull)
 
@@ -460,16 +506,15 @@ class Puller:
 
     def _renew(self, now: float) -> None:
         """One message per tier keeps all its leases alive, and tells a dead tier from a slow one."""
-        pause = IDLE_SECONDS if self.live else 1.0
+        pause = min((link.welcome.lease_seconds / 3 for link in self.links.values() if link.welcome), default=1.0)
         for link in self.links.values():
             if link.welcome is None or link.error is not None:
                 continue
-            pause = max(pause, link.welcome.lease_seconds / 3)
             held = [p for p in self.live if p.link is link and p.manifest is not None]
             sent = now
             link.request(m.Renew, dict(leases=m.pack([p.manifest.lease for p in held], "u8")),
                          lambda reply, held=held, link=link: self._renewed(held, link, sent, reply), deadline=now + self.limits.silence_seconds)
-        self._renew_at = now + pause
+        self._renew_at = now + max(0.1, pause)
 
     def _renewed(self, held: list[Pull], link: TierLink, sent: float, reply: m.Reply | OasisError) -> None:
         if isinstance(reply, OasisError):

@@ -43,7 +43,11 @@ class TierLink:
         self.socket.setsockopt(zmq.IDENTITY, b"\x01" + uuid.uuid4().bytes)
         self.socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.connect(address)
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError as error:
+            self.socket.close()
+            raise PeerLost(f"the tier's address cannot be used: {error.strerror}", peer=self.peer) from error
         self._say_hello()
 
     @property
@@ -77,16 +81,8 @@ class TierLink:
             if not reply.retryable:
                 self.fail(reply)
             return  # no worker there yet: said again by ``process``
-        try:
-            if not isinstance(reply, m.Welcome):
-                raise ProtocolError("the tier did not say welcome", peer=self.peer)
-            for endpoint in reply.endpoints:
-                endpoint.verify()
-                reply.geometry.require_sound(self.layout, endpoint.size, peer=self.peer)
-        except OasisError as error:
-            self.fail(error)
+        if not self._accept(reply):
             return
-        self.welcome = reply
         self.on_ready(self)
         queued, self._queued = self._queued, []
         for make, fields, callback, deadline in queued:
@@ -94,6 +90,33 @@ class TierLink:
                 self._send(make, fields, callback, deadline)
             else:
                 callback(self.error)
+
+    def refresh(self, callback: Callback, now: float) -> None:
+        """Asks the tier for its present ``welcome``: its data planes may have come back under other endpoints."""
+
+        def answered(reply: m.Reply | OasisError) -> None:
+            callback(reply if isinstance(reply, OasisError) or self._accept(reply) else self.error)
+
+        if self.error is not None:
+            callback(self.error)
+        else:
+            self._send(m.Hello, self._hello, answered, now + self.silence)
+
+    def _accept(self, reply: m.Reply) -> bool:
+        """Takes a welcome over; one that is unsound, or of another tier, ends the link."""
+        try:
+            if not isinstance(reply, m.Welcome):
+                raise ProtocolError("the tier did not say welcome", peer=self.peer)
+            if self.welcome is not None and reply.epoch != self.epoch:
+                raise StaleEpoch("the tier restarted", peer=self.peer)
+            for endpoint in reply.endpoints:
+                endpoint.verify()
+                reply.geometry.require_sound(self.layout, endpoint.size, peer=self.peer)
+        except OasisError as error:
+            self.fail(error)
+            return False
+        self.welcome = reply
+        return True
 
     def process(self, now: float) -> None:
         """Reads what has come, ends what is overdue."""

@@ -51,8 +51,8 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for option, allowed in choices.items():
             if getattr(self, option) not in allowed:
                 raise ConfigError(f"Oasis option {option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")
-        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds"):
-            if getattr(self, option) <= 0:
+        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds", "tier_start_seconds"):
+            if not 0 < getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must be positive")
         if role == "prefill" and not self.tier:
             raise ConfigError("Oasis option tier is missing: the unix socket of this node's `oasis tier`")
@@ -72,16 +72,28 @@ def parse(options: dict) -> OasisConfig:
 
 def load(hisparse_config: str | None = None) -> OasisConfig:
     """This process' options. ``hisparse_config``: the flag's JSON text, if it was given."""
-    options: dict = {}
-    for name, text in (("--hisparse-config", hisparse_config), (ENV, os.environ.get(ENV))):
-        if not text:
-            continue
-        try:
-            parsed = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{name} is not readable JSON: {error}") from error
-        options |= parsed if name == ENV else parsed.get("oasis", {})
-    return parse(options)
+    options = _object("--hisparse-config", hisparse_config).get("oasis", {})
+    if not isinstance(options, dict):
+        raise ConfigError("--hisparse-config: oasis is not a JSON object")
+    return parse({**options, **inherited()})
+
+
+def inherited() -> dict:
+    """The options in the environment. Raises ``ConfigError``."""
+    return _object(ENV, os.environ.get(ENV))
+
+
+def _object(name: str, text: str | None) -> dict:
+    """``text``: JSON or ``@file``; nothing is an empty object."""
+    if not text:
+        return {}
+    try:
+        parsed = json.loads(Path(text[1:]).read_text() if text.startswith("@") else text)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{name} is not readable JSON: {error}") from error
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name} is not a JSON object: {text}")
+    return parsed
 
 
 def active() -> bool:

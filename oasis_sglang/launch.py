@@ -70,8 +70,7 @@ def worker_flags(role: str) -> list[str]:
 def worker_argv(role: str, flags: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """SGLang's arguments and the extra environment of an Oasis worker. Raises ``ConfigError``."""
     ours, rest = split_flags(flags)
-    inherited = json.loads(os.environ.get(config.ENV) or "{}") if not (os.environ.get(config.ENV) or "").startswith("@") else {}
-    options = {**inherited, **ours}
+    options = {**config.inherited(), **ours}
     if role == "prefill":
         options.setdefault("tier", default_tier_socket())
     config.parse(options).validate(role)

@@ -65,7 +65,7 @@ def resolve_arguments(server_args, previous) -> None:
     check_model_path(view.model_path)
     os.environ[config.ACTIVE_ENV] = "1"
     declared = {"disaggregation_transfer_backend": "nixl"}
-    if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup == "host_pool":
+    if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup in (None, "host_pool"):
         # The default would build SGLang's host cache beside ours: twice the host memory.
         declared["disaggregation_decode_retraction_backup"] = "cpu_tensor"
     declare_resolution(server_args, BACKEND, **declared)

@@ -191,7 +191,10 @@ class Stack:
         return get_json(self.urls[name] + "/server_info")
 
     def _note_segments(self) -> None:
-        """Remember the shared memory that SGLang never unlinks, whichever way it ends (load snapshots)."""
+        """Remember the shared memory that SGLang never unlinks, whichever way it ends (load snapshots).
+
+        Forked servers keep it in their scratch directory; this is for those started in the usual way.
+        """
         for server in self.servers.values():
             self._segments |= server.shared_segments()
 

@@ -251,6 +251,7 @@ def _serve(argv: list[str]) -> None:
     import setproctitle
     from sglang.launch_server import run_server
     from sglang.srt.entrypoints import engine
+    from sglang.srt.managers import load_snapshot
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
@@ -267,6 +268,8 @@ def _serve(argv: list[str]) -> None:
         multiprocessing.set_start_method("fork", force=True)
 
     engine._set_envs_and_config = set_environment_and_fork
+    # SGLang never removes these files from /dev/shm. Beside its sockets they go with the temporary directory.
+    load_snapshot.shm_path_for = lambda name: f"{tempfile.gettempdir()}/loads-{name}.shm"
     try:
         run_server(prepare_server_args(argv))
     finally:

@@ -9,10 +9,32 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 
 from transport.errors import CapacityError
+
+_CGROUPS = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
+
+def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that the host, and the container if there is one, can still give.
+
+    The kernel does not refuse shared memory that it does not have: it kills a process.
+    """
+    found = re.search(r"MemAvailable:\s*(\d+) kB", (proc / "meminfo").read_text())
+    available = int(found[1]) << 10 if found else 1 << 62
+    for limit, used in _CGROUPS:
+        with suppress(OSError, ValueError):  # not mounted, or "max"
+            stat = (cgroup / used).with_name("memory.stat").read_text()
+            whole = "total_" if "\ntotal_" in stat else ""  # the older interface: with all groups below
+            cache = re.findall(rf"^{whole}(?:in)?active_file (\d+)", stat, re.MULTILINE)
+            free = int((cgroup / limit).read_text()) - int((cgroup / used).read_text()) + sum(map(int, cache))
+            available = min(available, max(0, free))
+    return available
 
 
 class Arena:
@@ -30,7 +52,10 @@ class Arena:
 
     @classmethod
     def create(cls, size: int, name: str = "oasis-arena") -> Arena:
-        """Raises ``CapacityError`` when the host cannot give the memory."""
+        """Raises ``CapacityError`` when the host or the container cannot give the memory."""
+        available = available_bytes()
+        if size > available:
+            raise CapacityError("cannot reserve the arena: not enough memory is available", limit=f"{size} of {available} bytes")
         fd = os.memfd_create(name, os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, size)

@@ -119,7 +119,11 @@ class DataServer(ABC):
     """The owner's side. Serves one arena for its whole life; registered memory is never unmapped, resized or
     deregistered while a peer may read: ending the process revokes it."""
 
-    endpoint: Endpoint
+    endpoint: Endpoint | None
+    """The incarnation that serves now. Only a server that restarts by itself (``HostedServer``) has another one later,
+    and none in between."""
+
+    restarts = 0
 
     @abstractmethod
     def close(self) -> None:

@@ -50,14 +50,16 @@ class Hello(Message):
 class Welcome(Message):
     """``epoch`` is this incarnation of the tier: records, leases and endpoints of another epoch mean nothing.
 
-    ``control`` is the ZeroMQ address readers use; ``endpoints`` the data planes served. Over the unix socket the
-    arena's file descriptor follows in the same packet.
+    ``control`` is the ZeroMQ address readers use; ``planes`` the kinds of data plane the tier serves and ``endpoints``
+    those of them that are up: a plane that died comes back under another endpoint, which a reader learns by saying
+    ``Hello`` again. Over the unix socket the arena's file descriptor follows in the same packet.
     """
 
     epoch: str
     control: str
     geometry: ArenaGeometry
     endpoints: tuple[Endpoint, ...]
+    planes: tuple[str, ...]
     lease_seconds: float
 
 

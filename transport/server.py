@@ -1,12 +1,13 @@
 """``oasis tier``: the process that owns the arena, the data planes and the control plane.
 
-It holds no model and no secrets and imports neither torch nor SGLang: a peer on a TCP data plane can read and write
-this process's memory, and KV must survive the workers. One asyncio loop runs the control plane:
+It imports neither torch nor SGLang: KV must survive the workers. A NIXL peer on TCP can read and write the memory of
+the process that serves it and may bring it down, so that plane runs in a child that maps only the arena; the tier
+starts it again when it ends. One asyncio loop runs the control plane:
 
 * a unix socket for the node's workers, which hands out the arena's descriptor and whose end of file says that a worker
   is dead (frames: 4-byte little-endian length, then one message);
 * a ZeroMQ ROUTER for readers;
-* HTTP: ``/healthz`` (this loop runs), ``/readyz`` (all sockets listen), ``/metrics``.
+* HTTP: ``/healthz`` (this loop runs), ``/readyz`` (all sockets listen, all data planes serve), ``/metrics``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from transport import messages as m
 from transport.arena import Arena
+from transport.dataplane import DataServer
 from transport.errors import ConfigError, ProtocolError
 from transport.messages import LENGTH
 from transport.metrics import TierCollector
 from transport.planes import make_server
+from transport.planes.host import HostedServer
 from transport.tier import Tier, TierLimits
 
 log = logging.getLogger("oasis.tier")
@@ -58,7 +61,7 @@ class TierOptions:
 def split_address(address: str, option: str) -> tuple[str, int]:
     """("host", port). Raises ``ConfigError`` naming the option."""
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"{option} must be host:port, not {address!r}")
     return host.strip("[]"), int(port)
 
@@ -77,6 +80,9 @@ class TierServer:
         self.host, self.port = split_address(options.listen, "--listen")
         self.http_host, self.http_port = split_address(options.http, "--http")
         self.advertise = options.advertise or self.host
+        for name, seconds in vars(options.limits).items():
+            if not 0 < seconds < float("inf"):
+                raise ConfigError(f"--{name.replace('_', '-')} must be positive, not {seconds}")
         if not options.planes:
             raise ConfigError("--data-plane needs at least one of nixl, zmq")
         if not (is_loopback(self.host) or options.allow_plaintext):
@@ -91,14 +97,14 @@ class TierServer:
     async def run(self) -> None:
         options = self.options
         self.arena = Arena.create(options.arena_bytes)
-        servers = []
+        self.servers: list[DataServer] = []
         context = zmq.asyncio.Context()
         router = context.socket(zmq.ROUTER)
         local = None
         runner = None
         try:
             for kind in options.planes:
-                servers.append(make_server(kind, f"{self.node}:{self.epoch}", self.arena.bytes, host=self.advertise))
+                self.servers.append(self._serve(kind))
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             router.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
@@ -110,7 +116,8 @@ class TierServer:
             port = router.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2]
             self.control = f"tcp://{self.advertise}:{port}"
             self.tier = Tier(epoch=self.epoch, arena_size=options.arena_bytes, control=self.control,
-                             endpoints=tuple(s.endpoint for s in servers), limits=options.limits)
+                             endpoints=tuple(s.endpoint for s in self.servers if s.endpoint), planes=options.planes,
+                             limits=options.limits)
             self.router = router
             self.connections: dict[object, socket.socket] = {}
             local = self._listen_local(options.local)
@@ -139,9 +146,27 @@ class TierServer:
                     os.unlink(options.local)
             router.close(linger=0)
             context.term()
-            for server in servers:
+            for server in self.servers:
                 server.close()
             log.info("tier %s stopped", self.epoch[:8])
+
+    # -- data planes --------------------------------------------------------------------------------------------
+
+    def _serve(self, kind: str) -> DataServer:
+        if kind != "nixl":
+            return make_server(kind, f"{self.node}:{self.epoch}", self.arena.bytes, host=self.advertise)
+        loop = asyncio.get_running_loop()
+
+        def changed() -> None:  # on the server's thread
+            with suppress(RuntimeError):  # the loop may be closed already
+                loop.call_soon_threadsafe(self._planes_changed)
+
+        return HostedServer(kind, self.node, self.arena.fd, self.arena.size, on_change=changed)
+
+    def _planes_changed(self) -> None:
+        """Readers ask for the endpoints once their reads fail; nobody's rooms, leases or records are touched."""
+        self.tier.endpoints = tuple(s.endpoint for s in self.servers if s.endpoint)
+        self.tier.totals["data_plane_restarts"] = sum(s.restarts for s in self.servers)
 
     # -- workers: unix socket -----------------------------------------------------------------------------------
 
@@ -168,7 +193,12 @@ class TierServer:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            connection, _ = await loop.sock_accept(listener)
+            try:
+                connection, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of descriptors: those who are attached must not suffer
+                log.warning("cannot accept a worker: %s", error)
+                await asyncio.sleep(0.1)
+                continue
             connection.setblocking(False)
             self._spawn(self._worker(connection))
 
@@ -185,7 +215,7 @@ class TierServer:
                 await self._flush()
         except (EOFError, ConnectionError):
             pass
-        except ProtocolError as error:
+        except (ProtocolError, OSError) as error:  # OSError: it sends Hello without end and reads no answer
             log.warning("worker connection dropped: %s", error)
         finally:
             self.connections.pop(session, None)
@@ -261,7 +291,12 @@ class TierServer:
             return web.Response(text="ok")
 
         async def readyz(_):
-            return web.Response(text="ready") if self.ready.is_set() else web.Response(status=503, text="starting")
+            if not self.ready.is_set():
+                return web.Response(status=503, text="starting")
+            served = [e.kind for e in self.tier.endpoints]
+            if down := [kind for kind in self.options.planes if kind not in served]:
+                return web.Response(status=503, text=f"data plane {', '.join(down)} is being restarted")
+            return web.Response(text="ready")
 
         async def metrics(_):
             return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})

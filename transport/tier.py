@@ -86,12 +86,14 @@ class Session:
 class Tier:
     """One arena, its records, and everyone's claims on them. Not thread safe: owned by one event loop.
 
-    ``inventory()`` is what a baseline check reads: it scans, it does not count.
+    ``inventory()`` is what a baseline check reads: it scans, it does not count. ``endpoints`` may be replaced at any
+    time, as data planes go and come back; ``planes`` are the kinds that should be among them.
     """
 
     def __init__(self, *, epoch: str, arena_size: int, control: str, endpoints: tuple[Endpoint, ...],
-                 limits: TierLimits | None = None, clock: Callable[[], float] = time.monotonic):
+                 planes: tuple[str, ...] = (), limits: TierLimits | None = None, clock: Callable[[], float] = time.monotonic):
         self.epoch, self.arena_size, self.control, self.endpoints = epoch, arena_size, control, endpoints
+        self.planes = planes
         self.limits = limits or TierLimits()
         self.clock = clock
         self.layout: KVLayout | None = None
@@ -157,8 +159,8 @@ class Tier:
                 self._drop(room)
                 self.totals["rooms_expired"] += 1
         for session, about in list(self.sessions.items()):
-            if about.role == "reader" and now >= about.seen + self.limits.room_seconds:
-                self.disconnect(session)  # a live reader renews or pings far more often, and may say Hello again
+            if about.role == "reader" and now >= about.seen + max(self.limits.room_seconds, self.limits.lease_seconds):
+                self.disconnect(session)  # a live reader renews three times per lease, and may say Hello again
         self.failed = {k: v for k, v in self.failed.items() if now < v[1]}
         self.cancelled = {k: t for k, t in self.cancelled.items() if now < t}
         dues = [w.deadline for w in self.waiters.values()] + [x.expires + self.limits.grace_seconds for x in self.leases.values()]
@@ -191,7 +193,7 @@ class Tier:
                                  field="fingerprint", peer=hello.node)
         self.sessions.setdefault(session, Session(hello.role, hello.node, self.clock()))
         return m.Welcome(seq=hello.seq, epoch=self.epoch, control=self.control, geometry=self.geometry,
-                         endpoints=self.endpoints, lease_seconds=self.limits.lease_seconds)
+                         endpoints=self.endpoints, planes=self.planes, lease_seconds=self.limits.lease_seconds)
 
     def _format(self, hello: m.Hello) -> None:
         """The first worker's layout cuts the arena; another layout only once nobody holds anything of the old one."""

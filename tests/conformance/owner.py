@@ -2,19 +2,23 @@
 
     python owner.py KIND NAME SEED SIZE [PORT]
 
-Serves SIZE bytes of ``pattern(SEED)`` and prints the endpoint (msgpack, hex) as its first line. Then it obeys lines on
-stdin, one answer line each: ``fill SEED`` rewrites the arena, ``counts`` prints what the server counted, ``quit`` ends.
+Serves SIZE bytes of ``pattern(SEED)`` as the tier would (NIXL from a child process) and prints the endpoint (msgpack,
+hex) and the id of the serving process as its first line. Then it obeys lines on stdin, one answer line each: ``fill
+SEED`` rewrites the arena, ``counts`` prints what the server counted, ``serving`` what the first line said, as it is
+now, ``quit`` ends.
 """
 
 from __future__ import annotations
 
-import mmap
+import os
 import sys
 
 import msgspec
 import numpy as np
 
+from transport.arena import Arena
 from transport.planes import make_server
+from transport.planes.host import HostedServer
 
 
 def pattern(seed: int, size: int) -> np.ndarray:
@@ -23,11 +27,20 @@ def pattern(seed: int, size: int) -> np.ndarray:
 
 
 def main(kind: str, name: str, seed: str, size: str, port: str = "0") -> None:
-    arena = np.frombuffer(mmap.mmap(-1, int(size)), dtype=np.uint8)
+    memory = Arena.create(int(size))
+    arena = memory.bytes
     arena[:] = pattern(int(seed), arena.size)
-    server = make_server(kind, name, arena, port=int(port))
+    if kind == "nixl":
+        server = HostedServer(kind, name.partition(":")[0], memory.fd, memory.size)
+    else:
+        server = make_server(kind, name, arena, port=int(port))
+
+    def serving() -> str:
+        endpoint, pid = server.endpoint, getattr(server, "pid", os.getpid())
+        return f"{msgspec.msgpack.encode(endpoint).hex()} {pid}" if endpoint and pid else "none"
+
     # NIXL may print to stdout as well, hence the prefix.
-    print("ENDPOINT", msgspec.msgpack.encode(server.endpoint).hex(), flush=True)
+    print("ENDPOINT", serving(), flush=True)
     for line in sys.stdin:
         command, *arguments = line.split()
         if command == "fill":
@@ -35,6 +48,8 @@ def main(kind: str, name: str, seed: str, size: str, port: str = "0") -> None:
             print("ok", flush=True)
         elif command == "counts":
             print(*(getattr(server, count, 0) for count in ("malformed", "refused", "dropped")), flush=True)
+        elif command == "serving":
+            print(serving(), flush=True)
         elif command == "quit":
             break
     server.close()

@@ -32,18 +32,38 @@ PLANES = ("loopback", "zmq", "nixl", "nixl-tcp")
 
 
 class ProcessOwner:
-    """An owner in a process of its own."""
+    """An owner in a process of its own. ``serving`` is the id of the process that serves: itself, or its child."""
 
     def __init__(self, kind: str, seed: int, size: int, port: int = 0):
-        self.name = incarnation("owner")
         self.expected = pattern(seed, size)
-        command = [sys.executable, str(OWNER), kind, self.name, str(seed), str(size), str(port)]
+        command = [sys.executable, str(OWNER), kind, incarnation("owner"), str(seed), str(size), str(port)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for line in self.process.stdout:
             if line.startswith("ENDPOINT "):
-                self.endpoint = msgspec.msgpack.decode(bytes.fromhex(line.split()[1]), type=Endpoint)
+                self.endpoint, self.serving = self._parse(line.removeprefix("ENDPOINT "))
                 return
         raise RuntimeError(f"the owner ended with {self.process.wait()} before it served")
+
+    @property
+    def name(self) -> str:
+        return self.endpoint.name
+
+    def refresh(self) -> bool:
+        """Learns the endpoint of now, as a reader does from the tier; False while none is served."""
+        now = self.now()
+        if now is not None:
+            self.endpoint, self.serving = now
+        return now is not None
+
+    def now(self) -> tuple[Endpoint, int] | None:
+        """The endpoint and the process that serve now."""
+        answer = self.order("serving")
+        return None if answer == "none" else self._parse(answer)
+
+    @staticmethod
+    def _parse(answer: str) -> tuple[Endpoint, int]:
+        endpoint, pid = answer.split()
+        return msgspec.msgpack.decode(bytes.fromhex(endpoint), type=Endpoint), int(pid)
 
     def order(self, line: str) -> str:
         self.process.stdin.write(line + "\n")
@@ -51,16 +71,17 @@ class ProcessOwner:
         return self.process.stdout.readline().strip()
 
     def kill(self) -> None:
+        """Returns once the serving process is gone as well."""
         self.process.kill()
         self.process.wait()
+        _until(lambda: process_state(self.serving) in ("Z", ""), DEADLINE)
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.001)
+        os.kill(self.serving, signal.SIGSTOP)
+        _until(lambda: process_state(self.serving) == "T", DEADLINE)
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        os.kill(self.serving, signal.SIGCONT)
 
     def close(self) -> None:
         self.kill()
@@ -125,12 +146,18 @@ class Rig:
         staging = Staging(window_bytes, windows)
         return self.over(staging.region, owner), staging
 
-    def busy_reader(self, owner) -> subprocess.Popen:
-        """A reader process that reads from ``owner`` without pause until it is killed."""
-        command = [sys.executable, str(READER), msgspec.msgpack.encode(owner.endpoint).hex()]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert any(line.startswith("READING") for line in process.stdout), "the reader ended before it read"
-        return process
+    def busy_reader(self, owner) -> tuple[subprocess.Popen, int]:
+        """A reader process that reads from ``owner`` without pause until it is killed, and the process it reads from.
+        Tries again when what served ended in between."""
+        for _ in range(4):
+            endpoint, serving = _until(owner.now, DEADLINE)
+            command = [sys.executable, str(READER), msgspec.msgpack.encode(endpoint).hex()]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            if any(line.startswith("READING") for line in process.stdout):
+                return process, serving
+            process.wait()
+            process.stdout.close()
+        raise AssertionError("the readers ended before they read")
 
     def close_all(self, keep: int = 0) -> None:
         while len(self._open) > keep:
@@ -147,6 +174,14 @@ class Rig:
             os.environ["UCX_TLS"] = self._saved
 
 
+def process_state(pid: int) -> str:
+    """The kernel's letter for it; empty when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def batch(remote, local, lengths) -> ReadBatch:
     return ReadBatch(*(np.asarray(side, dtype=np.uint64) for side in (remote, local, lengths)))
 
@@ -160,14 +195,15 @@ def wait_drained(transfer: Transfer, deadline: float = DEADLINE) -> None:
     _until(lambda: transfer.drained, deadline)
 
 
-def _until(condition, deadline: float) -> None:
+def _until(condition, deadline: float):
     end, pause = time.monotonic() + deadline, 0.0
-    while not condition():
+    while not (value := condition()):
         if time.monotonic() > end:
             raise TimeoutError(f"not within {deadline} s")
         # Sleeping leaves the core to the owner.
         time.sleep(pause)
         pause = min(0.002, pause + 0.0001)
+    return value
 
 
 def stays_pending(transfer: Transfer, seconds: float) -> bool:

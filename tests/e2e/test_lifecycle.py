@@ -27,12 +27,18 @@ def hold(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stack(oasis_stack, hold):
     """Room for one long request on decode, and for few records in the tier, so that every queue can fill."""
-    return oasis_stack(decode_flags=("--max-total-tokens", "5600"), config={"hold_reads_file": str(hold), "await_seconds": 60.0}, arena_bytes=160 << 20)
+    return oasis_stack(prefill_flags=("--chunked-prefill-size", "2048"), decode_flags=("--max-total-tokens", "5600"),
+                       config={"hold_reads_file": str(hold), "await_seconds": 60.0}, arena_bytes=64 << 20)
 
 
 def drop(*posts):
     for post in posts:
         post.drop()
+
+
+def abort(*posts):
+    for post in posts:
+        post.abort()
 
 
 def test_aborts_in_every_state_of_a_pull(stack, hold, prompts):
@@ -55,9 +61,11 @@ def test_aborts_in_every_state_of_a_pull(stack, hold, prompts):
         big = [pair(stack, prompts[6], max_new_tokens=4) for _ in range(1 + ABORTS_PER_STATE)]  # 3,005 of 5,600 tokens each
         wait_for(lambda: tier(stack)["inventory"]["leases"] == len(big), "all are committed and claimed", 120)
         wait_for(lambda: worker(stack, "decode")["kv_pool_tokens"] > 3000, "one has its pages")
-        for _, decode in big:
+        for _, decode in big[1:]:  # those that wait first: pages that come free would move them on
             drop(decode)
-        wait_for(lambda: worker(stack, "decode")["pulls"] == 0, "all pulls ended")
+        wait_for(lambda: worker(stack, "decode")["pulls"] == 1, "all but the first ended")
+        drop(big[0][1])
+        wait_for(lambda: worker(stack, "decode")["pulls"] == 0, "all ended")
         for prefill, _ in big:
             assert prefill.result().status == 200  # prefill had done its part long before
         assert failed("ready") >= ABORTS_PER_STATE
@@ -74,21 +82,40 @@ def test_aborts_in_every_state_of_a_pull(stack, hold, prompts):
         hold.unlink(missing_ok=True)
 
 
-def test_aborts_in_every_state_of_a_publication(stack, prompts, prompt_maker, text):
-    """opening: the arena is full; open: prefill still computes."""
+def test_aborts_in_every_state_of_a_publication(stack, hold, prompts, prompt_maker, text):
+    """open: prefill still computes; opening: the arena is full and the prompt waits for room."""
     before = worker(stack, "prefill")["totals"]
 
     def failed(state):
         return worker(stack, "prefill")["totals"].get(f"failed_{state}", 0) - before.get(f"failed_{state}", 0)
 
-    for i in range(ABORTS_PER_STATE):
+    for i in range(4 * ABORTS_PER_STATE):  # some aborts come too late, between the last chunk and the commit
+        if failed("open") >= ABORTS_PER_STATE:
+            break
         prompt = prompt_maker.cut(text, 3500, skip=40_000 + 100 * i)  # unseen: takes seconds
         prefill, decode = pair(stack, prompt, max_new_tokens=4)
-        wait_for(lambda: worker(stack, "prefill")["publications"] == 1, "the room is open")
-        time.sleep(0.2)
-        drop(prefill, decode)
+        # The tier is asked, since the worker answers between chunks only.
+        wait_for(lambda: tier(stack)["inventory"]["rooms"] == 1, "the room is open")
+        abort(prefill, decode)
         assert_baseline(stack)
     assert failed("open") >= ABORTS_PER_STATE
+
+    hold.touch()
+    try:
+        fillers = [pair(stack, prompts[index], max_new_tokens=4) for index in (7, 6)]  # 313 and 188 of about 670 records
+        wait_for(lambda: tier(stack)["inventory"]["leased"] > 495, "the fillers hold their records", 120)
+        for i in range(ABORTS_PER_STATE):
+            prefill, decode = pair(stack, prompt_maker.cut(text, 3500, skip=50_000 + 100 * i), max_new_tokens=4)
+            retries = worker(stack, "prefill")["totals"].get("reserve_retries", 0)
+            wait_for(lambda: worker(stack, "prefill")["totals"].get("reserve_retries", 0) > retries, "it waits for room")
+            abort(prefill, decode)
+            wait_for(lambda: worker(stack, "prefill")["publications"] == 0, "it is gone")
+        assert failed("opening") >= ABORTS_PER_STATE
+    finally:
+        hold.unlink(missing_ok=True)
+    for _, decode in fillers:
+        assert decode.result().status == 200
+    assert_baseline(stack)
 
 
 def test_two_hundred_requests_a_third_aborted(stack, prompts, goldens, models):

@@ -197,12 +197,13 @@ class Decode:
     SENTINEL = 777.0
 
     def __init__(self, controls: dict[str, str], *, layout: KVLayout | None = None, pages: int = 64, windows: int = 4,
-                 window_records: int = 2, limits: PullLimits | None = None, resolve=None, fingerprint: str = FINGERPRINT):
+                 window_records: int = 2, limits: PullLimits | None = None, resolve=None, fingerprint: str = FINGERPRINT,
+                 kind: str = "loopback"):
         self.layout = layout or small_layout()
         self.pool = Pool(self.layout, pages, fill=self.SENTINEL)
         self.windows = windows
         self.staging = Staging(window_records * self.layout.payload_bytes, windows)
-        self.plane = MeteredPlane(make_plane("loopback", incarnation("decode"), self.staging.region))
+        self.plane = MeteredPlane(make_plane(kind, incarnation("decode"), self.staging.region))
         self.controls, self.forgotten = controls, []
         self.rows: dict[int, tuple[bytes, ...]] = {}
         self.sink = PageSink(self.pool.k, self.pool.v, self.layout)

@@ -11,7 +11,15 @@ import xxhash
 from node_rig import WAIT, LocalTier, Prefill, World, row_of, small_layout, until
 
 from prefill_node.publisher import COMMITTED, FAILED, OPEN, OPENING
-from transport.errors import CapacityError, DuplicateRoom, LayoutMismatch, PeerLost, RoomFailed, TransportError
+from transport.errors import (
+    CapacityError,
+    DuplicateRoom,
+    LayoutMismatch,
+    PeerLost,
+    RoomFailed,
+    TransportError,
+)
+from transport.tier import TierLimits
 
 
 def in_arena(world: World, pub) -> np.ndarray:
@@ -214,7 +222,7 @@ def test_a_smaller_duplicate_does_not_overtake_one_that_waits_for_room(worlds):
 
 def test_aborts_in_every_state_leave_nothing(worlds):
     """Each state at least five times; a reader that waits hears of it, except of what was committed."""
-    world = worlds(tier=dict(records=16))
+    world = worlds(tier=dict(records=16, limits=TierLimits(lease_seconds=1.5, grace_seconds=0.1, room_seconds=0.4)))
     ids, pages = world.prompt(24)
     publisher, reached = world.prefill.publisher, dict.fromkeys(("unseen", "waiting for room", "open", "half copied", "committed"), 0)
     room = 100

@@ -8,11 +8,21 @@ import time
 import msgspec
 import numpy as np
 import pytest
-from node_rig import SOURCE, WAIT, Decode, LocalTier, Prefill, Pool, World, row_of, small_layout, until
+from node_rig import SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, row_of, small_layout, until
 
 from decode_node.puller import PullLimits
 from prefill_node.publisher import COMMITTED, OPEN
-from transport.errors import DeadlineExceeded, IntegrityError, LayoutMismatch, LeaseExpired, OasisError, PeerLost, RoomFailed, StaleEpoch, TransportError
+from transport.errors import (
+    DeadlineExceeded,
+    IntegrityError,
+    LayoutMismatch,
+    LeaseExpired,
+    OasisError,
+    PeerLost,
+    RoomFailed,
+    StaleEpoch,
+    TransportError,
+)
 from transport.tier import TierLimits
 
 QUICK = PullLimits(await_seconds=0.4, read_seconds=0.3, silence_seconds=0.3)
@@ -216,6 +226,8 @@ def test_a_pool_page_that_does_not_exist_ends_that_request_alone(worlds):
     pull = ready(world, 1)
     world.decode.fetch(pull, np.array([1, 10_000]))
     until(lambda: pull.state == "failed", "the faulty request ends", 5)
+    assert isinstance(pull.error, RoomFailed) and "internal error" in str(pull.error)
+    assert world.decode.puller.totals["internal_errors"] == 1
     still_serves(world)
     world.settle()
 
@@ -252,7 +264,7 @@ def test_nothing_is_written_after_cancel_returned(worlds, ending):
         for _ in range(2 if ending == "twice" else 1):
             world.decode.puller.cancel(pull, "the client left")
         if ending == "failed":
-            world.tier.faults.fail(PeerLost("gone"))
+            world.tier.faults.fail(TransportError("told to"))
         if ending == "again":
             until(lambda: pull.state == "failed")
         world.tier.faults.finish()
@@ -320,19 +332,19 @@ def test_a_peer_that_fills_the_quarantine_is_dropped_and_comes_back(worlds):
 
 
 def test_a_link_that_failed_outside_its_own_turn_takes_its_pulls_along(worlds):
-    """The link fails while reads are looked at; the next message in the inbox already asks for a new one."""
+    """The link fails while reads are looked at, and the next request already asks for a new one."""
     world = worlds()
     committed(world, 1, 8)
     pull = ready(world, 1)
 
     def fail_and_ask():
         pull.link.fail(PeerLost("dropped"))
+        world.decode.puller._link(world.tier.control)
 
     world.decode.puller._post(fail_and_ask)
-    later = world.decode.pull(2)
     until(lambda: pull.state == "failed", "the pull of the failed link", 5)
-    assert isinstance(pull.error, PeerLost)
-    world.decode.puller.cancel(later, "")
+    assert isinstance(pull.error, PeerLost), pull.error
+    assert world.decode.puller.totals["links_lost"] == 1
     still_serves(world)
     world.settle()
 
@@ -540,9 +552,10 @@ def test_leases_of_two_tiers_are_each_renewed_in_time(worlds, tmp_path):
         prefill.publish(2, ids, pages)
         slow, quick = ready(world, 1), ready(world, 2, "second/0")
         time.sleep(1.5)
-        assert quick.state == "ready", quick.error
         for pull in (slow, quick):
-            world.decode.puller.cancel(pull, "")
+            world.decode.fetch(pull, np.arange(2))
+            until(lambda: pull.state in ("done", "failed"))
+            assert pull.state == "done", pull.error
         until(lambda: not any(hasty.inventory()[k] for k in ("leases", "holders")))
     finally:
         prefill.close()
@@ -647,3 +660,21 @@ def test_pools_are_compared_by_value():
     b.v[1][3, 2, 1] += 1e-6
     assert not np.array_equal(a.tokens(np.array([0]), 4), b.tokens(np.array([0]), 4))
     assert WAIT > 1
+
+
+def test_what_lands_after_the_request_failed_is_not_used(worlds):
+    """Nobody cancelled it: it failed by another of its reads, and its pages may already be someone else's."""
+    world = worlds()
+    committed(world, 1, 24)
+    pull = ready(world, 1)
+    world.tier.faults.hold = True
+    world.decode.fetch(pull, np.arange(6))
+    until(lambda: world.tier.faults.in_flight == 3)
+    world.tier.faults.fail(TransportError("told to"), 2)
+    until(lambda: pull.state == "failed")
+    assert not pull.cancelled and isinstance(pull.error, TransportError)
+    world.tier.faults.hold = False
+    world.tier.faults.finish()
+    until(world.decode.at_baseline)
+    assert world.decode.untouched(np.arange(64)) and not world.decode.rows
+    world.settle()

@@ -6,82 +6,25 @@ import random
 
 import numpy as np
 import pytest
-from node_rig import FINGERPRINT, ROW, small_layout
+from node_rig import FINGERPRINT, small_layout
+from tier_bench import LAYOUT, LIMITS, ROW_BYTES, Bench, digest, opened
 
 from transport import messages as m
-from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, LayoutMismatch, OasisError, ProtocolError, RoomFailed, StaleEpoch
+from transport.errors import (
+    CapacityError,
+    DeadlineExceeded,
+    DuplicateRoom,
+    LayoutMismatch,
+    ProtocolError,
+    RoomFailed,
+    StaleEpoch,
+)
 from transport.records import WRITING
-from transport.tier import Tier, TierLimits
-
-LAYOUT = small_layout()
-LIMITS = TierLimits(lease_seconds=10.0, grace_seconds=2.0, room_seconds=50.0)
-ROW_BYTES = tuple(bytes(n) for n in ROW)
+from transport.tier import TierLimits
 
 
 def test_the_record_size_these_tests_count_on():
     assert (LAYOUT.payload_bytes, LAYOUT.summary_total) == (768, 48)
-
-
-class Bench:
-    """A tier, a clock, and shorthands for what workers (W...) and readers (R...) say."""
-
-    def __init__(self, records: int = 16, limits: TierLimits = LIMITS):
-        self.now = 100.0
-        self.tier = Tier(epoch="e" * 32, arena_size=records * (768 + 64), control="tcp://x:1", endpoints=(), limits=limits, clock=lambda: self.now)
-        self.seq = 0
-
-    def say(self, session, make, **fields):
-        self.seq += 1
-        if "epoch" in make.__struct_fields__:
-            fields.setdefault("epoch", self.tier.epoch)
-        return self.tier.handle(session, m.decode_request(m.encode(make(seq=self.seq, **fields))))
-
-    def do(self, session, make, **fields):
-        """As ``say``; an error reply is raised."""
-        reply = self.say(session, make, **fields)
-        return reply if reply is None else m.raise_failure(m.decode_reply(m.encode(reply)), peer="tier")
-
-    def hello(self, session, **changes):
-        role = "worker" if session.startswith("W") else "reader"
-        return self.do(session, m.Hello, **(dict(protocol=m.PROTOCOL, role=role, node=session, rank=0, layout=LAYOUT, fingerprint=FINGERPRINT) | changes))
-
-    def open(self, session, room, hashes=(), private=0, rank=0):
-        return self.do(session, m.Open, room=room, rank=rank, hashes=b"".join(hashes), private=private)
-
-    def commit(self, session, room, pages, rank=0, roots=None, tokens=None, metadata=ROW_BYTES):
-        roots = range(pages) if roots is None else roots
-        return self.do(session, m.Commit, room=room, rank=rank, prompt_tokens=tokens or pages * 4, roots=m.pack(list(roots), "u8"), metadata=metadata)
-
-    def await_(self, session, room, seconds=20.0, rank=0):
-        return self.do(session, m.Await, room=room, rank=rank, seconds=seconds)
-
-    def mail(self):
-        """What the tier owes: [(session, reply or the error it carries)]."""
-        out, self.tier.outbox = self.tier.outbox, []
-        return [(session, opened(reply)) for session, reply in out]
-
-    def later(self, seconds):
-        self.now += seconds
-        self.tier.tick()
-
-    def inventory(self, **wanted):
-        now = self.tier.inventory()
-        return {k: now[k] for k in wanted} == wanted or now
-
-    def empty(self):
-        now = self.tier.inventory()
-        return now["free"] + now["cached"] == now["records"] and not any(now[k] for k in ("rooms", "leases", "waiters", "holders", "held", "writing", "leased")) or now
-
-
-def opened(reply):
-    try:
-        return m.raise_failure(reply, peer="tier")
-    except OasisError as error:
-        return error
-
-
-def digest(n: int) -> bytes:
-    return n.to_bytes(32, "big")
 
 
 @pytest.fixture
@@ -356,6 +299,15 @@ def test_a_silent_reader_is_forgotten_and_may_come_back(bench):
         bench.await_("R1", 7)
     bench.hello("R1")
     assert bench.await_("R1", 7) is None
+
+
+def test_a_reader_that_renews_as_often_as_its_leases_want_is_never_forgotten():
+    bench = Bench(limits=TierLimits(lease_seconds=90.0, grace_seconds=1.0, room_seconds=10.0))
+    bench.hello("W1")
+    bench.hello("R1")
+    for _ in range(3):
+        bench.later(30.0)
+        assert bench.do("R1", m.Renew, leases=b"").gone == b""
 
 
 def test_another_epoch_is_refused(bench):

@@ -2,7 +2,7 @@
 
 | kind | owner's side | use |
 |---|---|---|
-| ``nixl`` | NIXL agent (UCX) | default; RDMA, shared memory of one host, TCP |
+| ``nixl`` | NIXL agent (UCX), at the tier in a child process (``host``) | default; RDMA, memory of one host, TCP |
 | ``zmq`` | ROUTER thread | TCP-only clusters: the owner copies out, so no process memory is exposed |
 | ``loopback`` | a registry in this process | tests; faults on demand |
 """

@@ -10,8 +10,8 @@ What decides the shape of this module:
 * ``UCX_TLS`` and the other UCX variables are read from the environment when an agent is made.
 * Over TCP UCX answers reads in software, and an owner whose reader vanishes while answers are being written may be
   aborted by UCX itself (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``): the error of a send on a broken
-  connection is not handled there. So ``close`` first waits for what is in flight, and an owner on TCP should be
-  a process whose loss can be afforded. The ``zmq`` plane has no such weakness.
+  connection is not handled there. So ``close`` first waits for what is in flight, and the tier serves from a child
+  process whose loss it can afford (``host.HostedServer``). The ``zmq`` plane has no such weakness.
 * On the CMA transport posting a read copies the bytes before it returns: at most ``PART_BYTES`` x2 for one call here.
 """
 

@@ -1,0 +1,158 @@
+"""Wire bytes by an independent meter: the interface counters between two network namespaces.
+
+Tier and prefill are one host, decode another; between them a veth pair. NIXL runs over TCP, nothing can take a short cut
+through shared memory. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import matrix
+import pytest
+from pd import Post, next_room, wait_for
+
+from oasis_sglang import launch
+from oasis_sglang.processes import Processes
+from oasis_sglang.stack import free_port, get_json, import_environment, probe
+
+NEAR, FAR = "10.231.7.1", "10.231.7.2"
+CLONE_NEWNET, CLONE_NEWNS, MS_REC, MS_SLAVE = 0x40000000, 0x00020000, 0x4000, 0x80000
+
+pytestmark = [
+    pytest.mark.netns,
+    pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="NOT RUN: network namespaces need root and iproute2"),
+]
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def namespace():
+    """(name of the far namespace, near end of the wire to it, far end)"""
+    name, near, far = f"oasis-{os.getpid()}", f"on{os.getpid() % 100000}", f"of{os.getpid() % 100000}"
+    try:
+        ip("netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"NOT RUN: no network namespaces here: {error.stderr.decode()}")
+    try:
+        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
+        ip("addr", "add", f"{NEAR}/30", "dev", near)
+        ip("link", "set", near, "up")
+        for words in (("addr", "add", f"{FAR}/30", "dev", far), ("link", "set", far, "up"), ("link", "set", "lo", "up")):
+            ip("-n", name, *words)
+        yield name, near, far
+    finally:
+        ip("netns", "del", name)
+
+
+def within(name: str, work):
+    """``work()`` on a thread that lives in the namespace; processes it starts stay there."""
+    result: list = []
+
+    def run():
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def call(function, *args):
+            assert function(*args) == 0, os.strerror(ctypes.get_errno())
+
+        with open(f"/var/run/netns/{name}") as there:
+            call(libc.setns, there.fileno(), CLONE_NEWNET)
+        # UCX finds interfaces in /sys, which shows those of the namespace it was mounted in.
+        call(libc.unshare, CLONE_NEWNS)
+        call(libc.mount, b"none", b"/", None, MS_REC | MS_SLAVE, None)
+        call(libc.mount, b"sysfs", b"/sys", b"sysfs", 0, None)
+        result.append(work())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+@contextmanager
+def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane):
+    """(prefill's URL, decode's URL, bootstrap port, decode's report) of a running pair on two hosts."""
+    servers = []
+    # The near host has other interfaces too, which the far one cannot reach.
+    devices = {NEAR: namespace[1], FAR: namespace[2]}
+    env = {"UCX_TLS": "tcp"}
+    tier_http, bootstrap = free_port(), free_port()
+    sock = str(Path(processes.scratch) / f"netns-{data_plane}.sock")
+
+    def start(where, role, host, *flags):
+        port = free_port()
+        scratch = tmp_path / f"{role}-{data_plane}"
+        (scratch / "metrics").mkdir(parents=True)
+        argv, ours = launch.worker_argv(role, [
+            "--model-path", str(models.s4), "--host", host, "--port", str(port), "--skip-server-warmup", "--max-running-requests", "4",
+            "--max-total-tokens", "20000", "--disaggregation-bootstrap-port", str(bootstrap), *flags])
+        own = {"TMPDIR": str(scratch), "PROMETHEUS_MULTIPROC_DIR": str(scratch / "metrics")}
+        servers.append(where.serve(argv, log=scratch / "log", env={**own, **ours, **env, "SGLANG_HOST_IP": host, "UCX_NET_DEVICES": devices[host]}, name=role))
+        return f"http://{host}:{port}"
+
+    try:
+        servers.append(processes.run(
+            [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", sock, "--listen", f"{NEAR}:0", "--http", f"127.0.0.1:{tier_http}",
+             "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env={**env, "UCX_NET_DEVICES": devices[NEAR]}, name="tier"))
+        wait_for(lambda: probe(f"http://127.0.0.1:{tier_http}/readyz"), "the tier is ready")
+        prefill = start(processes, "prefill", NEAR, "--oasis-tier", sock)
+        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane)
+        for server, url in zip(servers[1:], (prefill, decode)):
+            wait_for(lambda s=server, u=url: s.poll() is not None or probe(u + "/health"), f"{server.name} serves", 180)
+            assert server.poll() is None, server.tail()
+        yield prefill, decode, bootstrap, lambda: get_json(decode + "/server_info")["internal_states"][0]["oasis"]
+    finally:
+        for server in reversed(servers):
+            server.stop()
+
+
+@pytest.fixture(scope="module")
+def far_processes(namespace, tmp_path_factory):
+    log = tmp_path_factory.mktemp("far") / "zygote.log"
+    with within(namespace[0], lambda: Processes(log=log, env=import_environment())) as far:
+        far.preload()
+        yield far
+
+
+@pytest.mark.parametrize("data_plane", ["nixl", "zmq"])
+def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, namespace, models, goldens, prompt_maker, text, tmp_path, data_plane):
+    prompts = matrix.prompts(prompt_maker, text)
+    expected = goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)
+    counter = Path(f"/sys/class/net/{namespace[1]}/statistics/tx_bytes")
+    processes.preload()
+    with two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane) as (prefill, decode, bootstrap, report):
+
+        def ask(index):
+            request = {"input_ids": prompts[index], "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
+                       "bootstrap_host": NEAR, "bootstrap_port": bootstrap, "bootstrap_room": next_room(), "rid": f"wire-{index}-{time.monotonic_ns()}"}
+            Post(prefill, request)
+            answer = Post(decode, request).result()
+            assert answer.status == 200, answer.text
+            assert answer.output_ids == expected[index][:16]
+
+        ask(1)  # connections are made
+        before, meter = report(), int(counter.read_text())
+        for index in (8, 7, 6):
+            ask(index)
+        on_the_wire = int(counter.read_text()) - meter
+        after = report()
+    payload = after["plane"]["landed_bytes"] - before["plane"]["landed_bytes"]
+    layout = after["layout"]
+    record = 2 * layout["num_layers"] * layout["kv_heads"] * layout["head_dim"] * layout["itemsize"] * layout["block_tokens"]
+    assert payload == record * sum(-(-len(prompts[i]) // 16) for i in (8, 7, 6)) > 90_000_000
+    counted = sum(after["totals"][f"bytes_{phase}"] - before["totals"][f"bytes_{phase}"] for phase in ("records", "partial_page"))
+    assert counted == payload
+    ratio = on_the_wire / payload
+    print(f"{data_plane}: {on_the_wire} bytes on the wire for {payload} of payload, ratio {ratio:.4f}")
+    assert 1.0 <= ratio <= 1.03
