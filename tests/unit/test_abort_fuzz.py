@@ -19,7 +19,7 @@ from prefill_node import publisher as publishing
 from transport.errors import IntegrityError, OasisError, RoomFailed, TransportError
 from transport.tier import TierLimits
 
-SEEDS_PER_BLOCK = 200
+SEEDS_PER_BLOCK = 160
 FAULTS = ("none", "late", "failed", "corrupt", "refused", "duplicate", "corrupt twice")
 PREFILL_STATES = ("never", "opening", "open", "half copied", "committed")
 DECODE_STATES = ("never", "resolving", "awaiting", "ready", "pulling", "pulling, one landed", "done")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from node_rig import SOURCE, LocalTier, Prefill, until
+from node_rig import LocalTier, Prefill, until
 from test_puller import committed, ready, still_serves
 
 from decode_node import arena_peer

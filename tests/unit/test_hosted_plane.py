@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +21,9 @@ from node_rig import SOURCE, Decode, Prefill, small_layout, until
 
 from decode_node.puller import PullLimits
 from prefill_node.publisher import COMMITTED
+from transport.arena import Arena
+from transport.errors import ConfigError
+from transport.planes.host import MAX_PAUSE_SECONDS, HostedServer
 
 pytest.importorskip("nixl")
 psutil = pytest.importorskip("psutil")
@@ -61,7 +65,7 @@ class TierProcess:
         return json.loads(self.get("state")[1])["inventory"]
 
     def restarts(self) -> int:
-        return int(float(re.search(r"^oasis_tier_data_plane_restarts_total (\S+)", self.get("metrics")[1], re.M)[1]))
+        return int(float(re.search(r"^oasis_tier_data_plane_restarts_total (\S+)", self.get("metrics")[1], re.MULTILINE)[1]))
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -174,6 +178,37 @@ def test_a_reader_that_comes_while_the_plane_is_down_waits_for_it(pair):
     pair.decode.fetch(pull, target)
     assert pair.arrived(pull, source, target)
     assert pull.attempts == 0 and pair.decode.puller.totals["links_lost"] == 0
+
+
+def test_starts_that_fail_are_spaced_out_and_end_when_the_cause_does(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    arena, changes = Arena.create(1 << 20), []
+    server = HostedServer("nixl", "node", arena.fd, arena.size, on_change=lambda: changes.append(server.endpoint))
+    first = server.endpoint
+    monkeypatch.setenv("UCX_TLS", "shm")  # NIXL refuses it
+    os.kill(server.pid, signal.SIGKILL)
+    until(lambda: server.restarts >= 2)
+    began, before = time.monotonic(), server.restarts
+    time.sleep(2.0)
+    assert server.restarts - before <= 4 and server.endpoint is None and server.pid is None
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    until(lambda: server.endpoint, "back")
+    assert time.monotonic() - began < 2 * MAX_PAUSE_SECONDS + 5
+    assert changes == [None, server.endpoint] and server.endpoint.name != first.name
+    pid = server.pid
+    server.close()
+    server.close()
+    assert server.endpoint is None and not psutil.pid_exists(pid) and len(changes) == 2
+    arena.close()
+
+
+def test_a_plane_that_cannot_start_is_refused(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "shm")
+    arena, threads = Arena.create(4096), threading.active_count()
+    with pytest.raises(ConfigError, match="UCX_TLS=shm"):
+        HostedServer("nixl", "node", arena.fd, arena.size)
+    assert threading.active_count() == threads and not psutil.Process().children()
+    arena.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
