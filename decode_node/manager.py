@@ -18,6 +18,7 @@ import requests
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
 
+from decode_node import pull as states
 from decode_node import puller as p
 from transport.errors import LayoutMismatch, OasisError, PeerLost, RoomFailed
 from transport.layout import KVLayout
@@ -27,8 +28,8 @@ log = logging.getLogger("oasis.decode")
 REFUSAL_SECONDS = 5.0
 RESOLVE_SECONDS = 5.0
 
-_POLLS = {p.RESOLVING: KVPoll.Bootstrapping, p.AWAITING: KVPoll.Bootstrapping, p.READY: KVPoll.WaitingForInput,
-          p.PULLING: KVPoll.Transferring, p.DONE: KVPoll.Success, p.FAILED: KVPoll.Failed}
+_POLLS = {states.RESOLVING: KVPoll.Bootstrapping, states.AWAITING: KVPoll.Bootstrapping, states.READY: KVPoll.WaitingForInput,
+          states.PULLING: KVPoll.Transferring, states.DONE: KVPoll.Success, states.FAILED: KVPoll.Failed}
 
 
 class OasisDecodeManager(CommonKVManager):
@@ -147,7 +148,7 @@ class OasisReceiver(CommonKVReceiver):
         mgr.prefill_response_tracker.pop(bootstrap_room, None)
         self.bootstrap_infos = []
         self.rid = ""
-        self.pull: p.Pull | None = None
+        self.pull: states.Pull | None = None
         self.error: OasisError | None = None
 
     def init(self, prefill_dp_rank: int):

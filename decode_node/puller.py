@@ -1,11 +1,6 @@
-"""Pulling: one thread per decode rank asks tiers for manifests and reads records into the KV pool.
+"""Pulling: one thread per decode rank asks tiers for manifests, keeps their leases and has the records read.
 
-    RESOLVING --peer row--> AWAITING --manifest--> READY --destination--> PULLING --> DONE
-         `------------------------`----------------`--------------------------`--> FAILED (``error`` says why)
-
-Before READY a request holds no KV page: decode admits nothing that prefill has not committed. Bytes land in staging
-windows, are verified against the manifest's checksums, and only then scattered over the request's pages. A read that
-missed its deadline may still write later, so its window goes to quarantine, never its pages.
+Before READY (``pull.py`` has the states) a request holds no KV page: decode admits nothing that prefill has not committed.
 """
 
 from __future__ import annotations
@@ -18,110 +13,52 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import numpy as np
 import zmq
 
-from decode_node.arena_peer import ArenaPeer
 from decode_node.pages import PageSink
+from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, Pull, PullLimits
+from decode_node.reader import RecordReader
 from decode_node.tier_link import TierLink
 from transport import messages as m
-from transport.dataplane import DataPlane, ReadBatch, Transfer
-from transport.errors import CapacityError, DeadlineExceeded, LayoutMismatch, LeaseExpired, OasisError, PeerLost, RoomFailed
-from transport.integrity import verify
+from transport.dataplane import DataPlane
+from transport.errors import DeadlineExceeded, LayoutMismatch, LeaseExpired, OasisError, PeerLost, RoomFailed
 from transport.layout import KVLayout
-from transport.staging import Staging, Window
+from transport.staging import Staging
 
 log = logging.getLogger("oasis.puller")
 
-RESOLVING, AWAITING, READY, PULLING, DONE, FAILED = "resolving", "awaiting", "ready", "pulling", "done", "failed"
 BUSY_POLL_SECONDS = 0.0005
 IDLE_SECONDS = 0.25
 REPORTED_REQUESTS = 1024
-ATTEMPTS = 2
-PHASES = ("records", "partial_page", "manifest")
-
-
-@dataclass
-class PullLimits:
-    """``await_seconds``: for the commit, from the request's arrival. ``read_seconds``: for one window to land.
-    ``silence_seconds``: a tier that answers nothing for so long is taken for dead. ``hold_file``: for fault tests, no
-    read starts while this file exists."""
-
-    await_seconds: float = 300.0
-    read_seconds: float = 30.0
-    silence_seconds: float = 10.0
-    hold_file: str = ""
-
-
-@dataclass(eq=False)
-class Pull:
-    """One request on one rank. Owner: its receiver; only the puller's thread writes ``state`` (cancel aside)."""
-
-    room: int
-    source: str
-    deadline: float
-    rid: str = ""
-    state: str = RESOLVING
-    error: OasisError | None = None
-    cancelled: bool = False
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    link: TierLink | None = None
-    manifest: m.Manifest | None = None
-    lease_expires: float = 0.0
-    records: np.ndarray | None = None
-    generations: np.ndarray | None = None
-    roots: np.ndarray | None = None
-    pages: np.ndarray | None = None
-    write_row: Callable[[tuple[bytes, ...]], None] | None = None
-    cursor: int = 0
-    landed: int = 0
-    attempts: int = 0
-    lost_connections: set[int] = field(default_factory=set)
-    retry: list[tuple[int, int]] = field(default_factory=list)
-    bytes_by_phase: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
-
-
-@dataclass(eq=False)
-class Flight:
-    """One window being read: records [start, stop) of a pull."""
-
-    pull: Pull
-    start: int
-    stop: int
-    window: Window
-    transfer: Transfer
-    connection: int
-    deadline: float
+RESOLVERS = 8
 
 
 class Puller:
-    """Owner of the links to tiers, the data plane, the staging memory and every read in flight.
+    """Owner of the requests, the links to tiers and the leases; its ``reader`` owns the reads.
 
     ``resolve(source)`` -> peer row of a prefill node (blocking HTTP; runs on a small pool so that a dead node delays
-    nobody else); ``forget(control address)`` says that what ``resolve`` cached about a tier is void; ``sample()`` is called at least every 0.25 s (peak gauges); ``export`` about once a second.
+    nobody else); ``forget(control address)`` says that what ``resolve`` cached about a tier is void; ``sample()`` is
+    called at least every 0.25 s (peak gauges); ``export`` about once a second.
     """
 
     def __init__(self, *, node: str, rank: int, layout: KVLayout, fingerprint: str, sink: PageSink, plane: DataPlane, staging: Staging,
                  resolve: Callable[[str], dict], forget: Callable[[str], None], limits: PullLimits, sample: Callable[[], None] = lambda: None,
                  export: Callable[[dict, dict], None] = lambda totals, gauges: None):
         self.node, self.rank, self.layout, self.fingerprint = node, rank, layout, fingerprint
-        self.sink, self.plane, self.staging = sink, plane, staging
         self.resolve, self.forget, self.limits, self.sample, self.export = resolve, forget, limits, sample, export
         self.totals: Counter[str] = Counter()
         self.live: set[Pull] = set()
         self.reports: OrderedDict[str, dict] = OrderedDict()
         self.links: dict[str, TierLink] = {}
-        self.arenas: dict[TierLink, ArenaPeer] = {}
-        self.flights: list[Flight] = []
-        self.staged_peak = 0
-        self._ready: list[Pull] = []
+        self.reader = RecordReader(layout, sink, plane, staging, limits, self.totals, done=self._admitted, fail=self._give_up, guard=self._guard)
         self._inbox: list[tuple] = []
         self._inbox_lock = threading.Lock()
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._resolvers = ThreadPoolExecutor(2, thread_name_prefix="oasis-resolve")
+        self._resolving: dict[str, list[Pull]] = {}
+        self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="oasis-resolve")
         self._renew_at = self._exported_at = self._sampled_at = 0.0
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="oasis-puller", daemon=True)
@@ -160,8 +97,7 @@ class Puller:
         self._resolvers.shutdown(wait=False, cancel_futures=True)
         # An open socket would block whoever collects the context, for ever.
         self._context.destroy(linger=200)
-        self.plane.close()
-        self.staging.close()
+        self.reader.close()
 
     def _post(self, work, *args) -> None:
         with self._inbox_lock:
@@ -172,12 +108,11 @@ class Puller:
 
     def _run(self) -> None:
         while not self._stop:
-            busy = bool(self.flights) or (bool(self._ready) and self.staging.free > 0)
             poller = zmq.Poller()
             poller.register(self._wake, zmq.POLLIN)
             for link in self.links.values():
                 poller.register(link.socket, zmq.POLLIN)
-            poller.poll(BUSY_POLL_SECONDS * 1000 if busy else IDLE_SECONDS * 1000)
+            poller.poll(BUSY_POLL_SECONDS * 1000 if self.reader.busy else IDLE_SECONDS * 1000)
             try:
                 self._step(time.monotonic())
             except Exception:  # a fault of ours: the requests end by their deadlines, the thread goes on
@@ -194,25 +129,23 @@ class Puller:
             self._guard(next((a for a in args if isinstance(a, Pull)), None), work, *args)
         for link in list(self.links.values()):
             self._guard(None, link.process, now)
-        for arena in list(self.arenas.values()):
-            self._guard(None, arena.process, now)
+        self.reader.seek(now)
         self._drop_failed_links()
-        self._land(now)
-        self._launch(now)
+        self.reader.step(now)
         for pull in [p for p in self.live if now >= p.deadline]:
             self._give_up(pull, DeadlineExceeded(f"request stayed in state {pull.state!r}", room=pull.room, peer=pull.source,
                                                  limit=f"{self.limits.await_seconds} s"))
         if now >= self._renew_at:
             self._renew(now)
         self._drop_failed_links()
-        if self.staging.quarantined:
-            self.staging.sweep()
+        if self.reader.staging.quarantined:
+            self.reader.staging.sweep()
         if now - self._sampled_at >= IDLE_SECONDS:
             self._sampled_at = now
             self.sample()
         if now - self._exported_at >= 1.0:
             self._exported_at = now
-            self.export(self.totals, {"pulls": len(self.live), "staging_quarantined": self.staging.quarantined})
+            self.export(self.totals, {"pulls": len(self.live), "staging_quarantined": self.reader.staging.quarantined})
 
     def _guard(self, pull: Pull | None, work, *args) -> None:
         """An error ends the pull it belongs to; a fault of ours must not take the others along."""
@@ -237,18 +170,27 @@ class Puller:
             return
         self.live.add(pull)
         self.totals["requests"] += 1
-        self._resolvers.submit(self._resolved, pull)
+        same = self._resolving.setdefault(pull.source, [])
+        same.append(pull)
+        if len(same) == 1:  # one look-up at a time for each node: a hanging one takes one thread, not all
+            self._resolvers.submit(self._resolve, pull.source)
 
-    def _resolved(self, pull: Pull) -> None:
+    def _resolve(self, source: str) -> None:
         """On a resolver thread."""
         try:
-            row = self.resolve(pull.source)
+            answer = self.resolve(source)
         except OasisError as error:
-            self._post(self._give_up, pull, error)
+            answer = error
         except Exception as error:
-            self._post(self._give_up, pull, PeerLost(f"cannot learn the prefill node's tier: {error!r}", room=pull.room, peer=pull.source))
-        else:
-            self._post(self._await, pull, row["control"])
+            answer = PeerLost(f"cannot learn the prefill node's tier: {error!r}", peer=source)
+        self._post(self._resolved, source, answer)
+
+    def _resolved(self, source: str, answer: dict | OasisError) -> None:
+        for pull in self._resolving.pop(source):
+            if isinstance(answer, OasisError):
+                self._give_up(pull, answer)
+            else:
+                self._guard(pull, self._await, pull, answer["control"])
 
     def _await(self, pull: Pull, address: str) -> None:
         if pull.state != RESOLVING or pull.cancelled:
@@ -272,18 +214,10 @@ class Puller:
 
     def _linked(self, link: TierLink) -> None:
         self._renew_at = min(self._renew_at, time.monotonic() + link.welcome.lease_seconds / 3)
-        arena = self.arenas[link] = ArenaPeer(link, self.plane, limit=self.limits.read_seconds, on_end=self._sought)
         try:
-            arena.attach(time.monotonic())
+            self.reader.attach(link)
         except OasisError as error:
             link.fail(error)
-
-    def _sought(self, parked: list[Pull], error: OasisError | None) -> None:
-        """A tier's data plane is back, or will not come back."""
-        if error is None:
-            self._ready.extend(pull for pull in parked if pull not in self._ready)
-        for pull in parked if error else ():
-            self._give_up(pull, error)
 
     def _drop_link(self, link: TierLink) -> None:
         if self.links.get(link.address) is link:
@@ -292,8 +226,7 @@ class Puller:
         self.forget(link.address)
         for pull in [p for p in self.live if p.link is link]:
             self._give_up(pull, link.error)
-        if arena := self.arenas.pop(link, None):
-            arena.close()
+        self.reader.detach(link)
 
     def _drop_failed_links(self) -> None:
         for link in [link for link in self.links.values() if link.error is not None]:
@@ -337,136 +270,7 @@ class Puller:
                                            limit=f"{len(pages)} pages here, {len(pull.records)} committed"))
             return
         pull.pages, pull.write_row, pull.state = pages, write_row, PULLING
-        self._ready.append(pull)
-
-    def _launch(self, now: float) -> None:
-        """Fills free windows, one per request in turn, so that a long prompt does not hold back a short one."""
-        if self.limits.hold_file and os.path.exists(self.limits.hold_file):
-            return
-        while self._ready and self.staging.free:
-            pull = self._ready.pop(0)
-            if pull.state != PULLING or pull.cancelled:
-                continue
-            arena = self.arenas[pull.link]
-            if arena.seeking:
-                arena.park(pull)
-                continue
-            if pull.retry:
-                start, stop = pull.retry.pop()
-            else:
-                start = pull.cursor
-                stop = pull.cursor = min(start + self.staging.window_bytes // self.layout.payload_bytes, len(pull.records))
-            try:
-                self._read(pull, start, stop, now)
-            except PeerLost as error:
-                self._failed_read(pull, start, stop, arena.connection, error)
-                continue
-            except OasisError as error:
-                self._give_up(pull, error)
-                continue
-            if pull.retry or pull.cursor < len(pull.records):
-                self._ready.append(pull)
-
-    def _read(self, pull: Pull, start: int, stop: int, now: float) -> None:
-        arena, window = self.arenas[pull.link], self.staging.acquire()
-        n = stop - start
-        size = np.uint64(self.layout.payload_bytes)
-        batch = ReadBatch(
-            remote=pull.link.welcome.geometry.payload_offsets(pull.records[start:stop]),
-            local=np.uint64(window.offset) + np.arange(n, dtype=np.uint64) * size,
-            lengths=np.full(n, size, dtype=np.uint64))
-        try:
-            transfer = self.plane.read(arena.name, batch)
-        except OasisError:
-            self.staging.release(window)
-            raise
-        self.flights.append(Flight(pull, start, stop, window, transfer, arena.connection, now + self.limits.read_seconds))
-        used = (len(self.flights) + self.staging.quarantined) * self.staging.window_bytes
-        self.staged_peak = max(self.staged_peak, used)
-
-    def _land(self, now: float) -> None:
-        for flight in list(self.flights):
-            pull = flight.pull
-            try:
-                if not flight.transfer.poll():
-                    if now < flight.deadline:
-                        continue  # also when nobody wants it any more: its window comes back the sooner
-                    raise DeadlineExceeded("a read did not land", room=pull.room, peer=pull.link.peer, limit=f"{self.limits.read_seconds} s")
-                if pull.state == PULLING and not pull.cancelled:
-                    self._accept(flight, now)
-            except Exception as error:
-                self.flights.remove(flight)
-                self._discard(flight)
-                self._guard(pull, self._failed_read, pull, flight.start, flight.stop, flight.connection, error)
-            else:
-                self.flights.remove(flight)
-                flight.transfer.release()
-                self.staging.release(flight.window)
-                self._guard(pull, self._advance, pull)
-
-    def _accept(self, flight: Flight, now: float) -> None:
-        """Verifies what landed and hands it to the pool. Raises ``IntegrityError``, ``LeaseExpired``."""
-        pull, span = flight.pull, slice(flight.start, flight.stop)
-        n, size = flight.stop - flight.start, self.layout.payload_bytes
-        payloads = flight.window.view[: n * size].reshape(n, size)
-        verify(payloads, pull.generations[span], pull.roots[span], pull.records[span], peer=pull.link.peer, room=pull.room)
-        if now >= pull.lease_expires:
-            raise LeaseExpired("the lease ran out while records were read", room=pull.room, peer=pull.link.peer)
-        with pull.lock:
-            if not pull.cancelled:
-                self.sink.scatter(payloads, pull.pages[span])
-        partial = int(flight.stop == len(pull.records) and pull.manifest.prompt_tokens % self.layout.block_tokens != 0)
-        pull.bytes_by_phase["partial_page"] += partial * size
-        pull.bytes_by_phase["records"] += (n - partial) * size
-        pull.landed += n
-
-    def _failed_read(self, pull: Pull, start: int, stop: int, connection: int, error: Exception) -> None:
-        if not isinstance(error, OasisError):
-            raise error
-        lost = isinstance(error, PeerLost)
-        if lost and (arena := self.arenas.get(pull.link)):
-            arena.lost(connection, time.monotonic())
-        if pull.state != PULLING or pull.cancelled:
-            return
-        self.totals["read_failures"] += 1
-        if not lost or connection not in pull.lost_connections:  # one loss takes all reads in flight along
-            pull.attempts += 1
-        if lost:
-            pull.lost_connections.add(connection)
-        if pull.attempts >= ATTEMPTS or isinstance(error, LeaseExpired):
-            self._give_up(pull, error)
-            return
-        log.warning("read again once: %s", error)
-        pull.retry.append((start, stop))
-        if pull not in self._ready:
-            self._ready.append(pull)
-
-    def _discard(self, flight: Flight) -> None:
-        """The window is reusable only once the plane can no longer write into it."""
-        if flight.transfer.drained:
-            flight.transfer.release()
-            self.staging.release(flight.window)
-            return
-        self.totals["quarantined"] += 1
-        try:
-            self.staging.quarantine(flight.window, flight.transfer)
-        except CapacityError as error:
-            # Windows only come back when the stopped peer resumes or its connection ends: cut it off.
-            log.error("quarantine is full, dropping the peer: %s", error)
-            flight.pull.link.fail(error)
-
-    def _advance(self, pull: Pull) -> None:
-        if pull.state != PULLING or pull.cancelled or pull.landed < len(pull.records):
-            return
-        with pull.lock:
-            if pull.cancelled:
-                return
-            pull.write_row(pull.manifest.metadata)
-            pull.state = DONE
-        self.totals["admitted"] += 1
-        for phase, n in pull.bytes_by_phase.items():
-            self.totals[f"bytes_{phase}"] += n
-        self._finish(pull)
+        self.reader.add(pull)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -489,17 +293,15 @@ class Puller:
         if pull.manifest is not None:
             if pull.link.error is None:
                 self._tell(pull.link, m.Release, dict(leases=m.pack([pull.manifest.lease], "u8")))
-            self._report(pull)
+            self.reports[pull.rid or str(pull.room)] = pull.report(self.layout.token_bytes)
+            while len(self.reports) > REPORTED_REQUESTS:
+                self.reports.popitem(last=False)
 
-    def _report(self, pull: Pull) -> None:
-        admitted = sum(pull.bytes_by_phase.values())
-        self.reports[pull.rid or str(pull.room)] = {
-            "room": pull.room, "prompt_tokens": pull.manifest.prompt_tokens,
-            "full_transfer_bytes": pull.manifest.prompt_tokens * self.layout.token_bytes,
-            "admitted_bytes": admitted, "admitted_bytes_by_phase": dict(pull.bytes_by_phase),
-            "lifetime_bytes": admitted, "state": pull.state}
-        while len(self.reports) > REPORTED_REQUESTS:
-            self.reports.popitem(last=False)
+    def _admitted(self, pull: Pull) -> None:
+        self.totals["admitted"] += 1
+        for phase, n in pull.bytes_by_phase.items():
+            self.totals[f"bytes_{phase}"] += n
+        self._finish(pull)
 
     def _tell(self, link: TierLink, make: type, fields: dict) -> None:
         link.request(make, fields, lambda reply: None, deadline=time.monotonic() + self.limits.silence_seconds)

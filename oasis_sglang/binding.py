@@ -108,7 +108,8 @@ def bind_decode(manager, queue) -> None:
     import uuid
 
     from decode_node.pages import PageSink
-    from decode_node.puller import Puller, PullLimits
+    from decode_node.pull import PullLimits
+    from decode_node.puller import Puller
     from transport.dataplane import MeteredPlane
     from transport.planes import make_plane
     from transport.staging import Staging
@@ -134,10 +135,10 @@ def bind_decode(manager, queue) -> None:
     def report() -> dict:
         return {
             "config": msgspec.to_builtins(options), "layout": msgspec.to_builtins(layout), "fingerprint": fingerprint,
-            "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.staged_peak,
+            "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.reader.staged_peak,
             "kv_pool_tokens": allocator.size - allocator.available_size(), **peaks,
             "staging": {"free": staging.free, "leased": staging.leased, "quarantined": staging.quarantined},
-            "flights": len(puller.flights),
+            "flights": len(puller.reader.flights),
             "plane": {"kind": plane.kind, "requested_bytes": sum(plane.requested.values()), "landed_bytes": sum(plane.landed.values()),
                       "reads": plane.reads, "descriptors": plane.descriptors}}
 

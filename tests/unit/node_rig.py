@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from decode_node.pages import PageSink
-from decode_node.puller import Puller, PullLimits
+from decode_node.pull import PullLimits
+from decode_node.puller import Puller
 from oasis_sglang.selection.summaries import SUMMARIES
 from prefill_node import publisher as publishing
 from prefill_node.pages import PageSource
@@ -229,7 +230,7 @@ class Decode:
             buffer[slots] = self.SENTINEL
 
     def at_baseline(self) -> bool:
-        return (not self.puller.live and not self.puller.flights
+        return (not self.puller.live and not self.puller.reader.flights
                 and (self.staging.free, self.staging.leased, self.staging.quarantined) == (self.windows, 0, 0))
 
     def close(self) -> None:

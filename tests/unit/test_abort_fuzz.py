@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from node_rig import World, row_of, until
 
-from decode_node import puller as pulling
-from decode_node.puller import PullLimits
+from decode_node import pull as pulling
+from decode_node.pull import PullLimits
 from prefill_node import publisher as publishing
 from transport.errors import IntegrityError, OasisError, RoomFailed, TransportError
 from transport.tier import TierLimits
@@ -164,7 +164,7 @@ def test_every_account_returns_to_its_start(fuzz, block):
     assert totals["internal_errors"] == totals["links_lost"] == 0 and report["reattached"] == 0
     assert totals["requests"] == totals["admitted"] + totals["failed"] == fuzz.room
     assert report["rooms_committed"] + report["rooms_failed"] == fuzz.room
-    assert not fuzz.world.decode.puller._ready and not fuzz.world.prefill.publisher._waiting
+    assert not fuzz.world.decode.puller.reader.ready and not fuzz.world.prefill.publisher._waiting
     assert not fuzz.world.tier.call(lambda: fuzz.world.tier.tier.leased_keys)
 
 

@@ -8,7 +8,7 @@ from node_rig import LocalTier, Prefill, until
 from test_puller import committed, ready, still_serves
 
 from decode_node import arena_peer
-from decode_node.puller import PullLimits
+from decode_node.pull import PullLimits
 from transport.errors import PeerLost
 from transport.planes import incarnation, make_server
 
@@ -62,10 +62,10 @@ def in_flight(world, room: int, tokens: int = 60, at: int = 0):
 def test_reads_wait_for_the_next_incarnation(world, seconds_down):
     pull, source, target = in_flight(world, 1)
     world.plane.down()
-    arena = world.decode.puller.arenas[pull.link]
+    arena = world.decode.puller.reader.arenas[pull.link]
     if seconds_down:
         until(lambda: arena.parked == [pull])
-        until(lambda: not world.decode.puller.flights)
+        until(lambda: not world.decode.puller.reader.flights)
         assert world.decode.staging.free == world.decode.windows, "what waits holds no window"
         assert world.tier.inventory()["leases"] == 1
     world.plane.up()
@@ -82,7 +82,7 @@ def test_the_reader_may_notice_before_the_tier_does(world):
     """The old endpoint is still named for a moment: it is not taken for a broken connection."""
     pull, source, target = in_flight(world, 1)
     world.plane.die()
-    until(lambda: world.decode.puller.arenas[pull.link].seeking)
+    until(lambda: world.decode.puller.reader.arenas[pull.link].seeking)
     world.plane.up()
     until(lambda: pull.state in ("done", "failed"))
     assert pull.state == "done" and world.arrived(source, target, 60)
@@ -138,7 +138,7 @@ def test_a_plane_that_is_gone_for_good_but_still_named_fails_its_pulls(world):
 def test_a_cancelled_pull_does_not_wait(world):
     pull, _, _ = in_flight(world, 1)
     world.plane.down()
-    until(lambda: world.decode.puller.arenas[pull.link].parked)
+    until(lambda: world.decode.puller.reader.arenas[pull.link].parked)
     world.decode.puller.cancel(pull, "the client left")
     until(lambda: pull.state == "failed" and world.tier.inventory()["leases"] == 0)
     world.plane.up()
@@ -153,7 +153,7 @@ def test_other_tiers_are_read_meanwhile(world, tmp_path):
         world.decode.controls["other/0"] = other.control
         waiting, source, target = in_flight(world, 1, tokens=40)
         world.plane.down()
-        until(lambda: world.decode.puller.arenas[waiting.link].parked)
+        until(lambda: world.decode.puller.reader.arenas[waiting.link].parked)
         pages = np.arange(6)
         prefill.publish(9, np.arange(24), pages)
         pull = ready(world, 9, "other/0")
@@ -173,10 +173,10 @@ def test_other_tiers_are_read_meanwhile(world, tmp_path):
 def test_a_tier_that_ends_while_its_plane_is_sought(world):
     pull, _, _ = in_flight(world, 1)
     world.plane.down()
-    until(lambda: world.decode.puller.arenas[pull.link].seeking)
+    until(lambda: world.decode.puller.reader.arenas[pull.link].seeking)
     world.decode.puller._post(pull.link.fail, PeerLost("the tier is gone"))
     until(lambda: pull.state == "failed")
-    until(lambda: not world.decode.puller.arenas and not world.decode.puller.links)
+    until(lambda: not world.decode.puller.reader.arenas and not world.decode.puller.links)
     assert world.decode.forgotten
     world.plane.up()
     still_serves(world)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from node_rig import SOURCE, Decode, Prefill, small_layout, until
 
-from decode_node.puller import PullLimits
+from decode_node.pull import PullLimits
 from prefill_node.publisher import COMMITTED
 from transport.arena import Arena
 from transport.errors import ConfigError
@@ -128,7 +128,7 @@ def test_reads_go_on_over_the_next_incarnation(pair):
         targets = {room: np.arange(len(sources[room])) + 30 * k for k, room in enumerate(rooms)}
         for room, pull in pulls.items():
             pair.decode.fetch(pull, targets[room])
-        until(lambda: len(pair.decode.puller.flights) == pair.decode.windows, "all windows in flight")
+        until(lambda: len(pair.decode.puller.reader.flights) == pair.decode.windows, "all windows in flight")
         child.kill()
         status, text = until(lambda: (a := pair.tier.get("readyz"))[0] != 200 and a, "not ready")
         assert status == 503 and "nixl" in text

@@ -8,7 +8,7 @@ import pytest
 from node_rig import LocalTier, until
 from tier_bench import LIMITS, Bench, digest
 
-from decode_node.puller import PullLimits
+from decode_node.pull import PullLimits
 from oasis_sglang.metrics import COUNTERS, GAUGES, Exporter
 from transport import messages as m
 from transport.errors import OasisError

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from node_rig import SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, row_of, small_layout, until
 
-from decode_node.puller import PullLimits
+from decode_node.pull import PullLimits
 from prefill_node.publisher import COMMITTED, OPEN
 from transport.errors import (
     DeadlineExceeded,
@@ -303,8 +303,9 @@ def test_a_read_that_misses_its_deadline_is_quarantined_and_its_late_bytes_go_no
     pull = ready(world, 1)
     world.tier.faults.hold = True
     world.decode.fetch(pull, np.arange(2))
-    until(lambda: world.decode.staging.quarantined == 1, "the first try")
+    until(lambda: world.tier.faults.in_flight == 1, "the first try is under way, and held")
     world.tier.faults.hold = False  # the second try lands
+    until(lambda: world.decode.staging.quarantined == 1, "the first try missed its deadline")
     until(lambda: pull.state in ("done", "failed"))
     assert pull.state == "done" and world.arrived(pages, np.arange(2), 8)
     assert world.decode.staging.quarantined == 1 and world.tier.faults.in_flight == 1
@@ -678,3 +679,21 @@ def test_what_lands_after_the_request_failed_is_not_used(worlds):
     until(world.decode.at_baseline)
     assert world.decode.untouched(np.arange(64)) and not world.decode.rows
     world.settle()
+
+
+def test_a_node_that_hangs_delays_nobody_else(worlds):
+    world, hang = worlds(), threading.Event()
+
+    def resolve(source):
+        if source == "dead/0":
+            hang.wait(5)
+        return {"control": world.tier.control}
+
+    world.decode.puller.resolve = resolve
+    for room in range(100, 120):
+        world.decode.pull(room, "dead/0")
+    good = world.decode.pull(3)
+    try:
+        until(lambda: good.state == "awaiting", "resolved while another node hangs", 2)
+    finally:
+        hang.set()
