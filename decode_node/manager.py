@@ -43,9 +43,10 @@ class OasisDecodeManager(CommonKVManager):
         # Prefill nodes that do not match this one, and until when that verdict stands.
         self._refused: dict[str, tuple[OasisError, float]] = {}
 
-    def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report) -> None:
-        """``report()`` -> what ``/server_info`` shows beside the puller's counters."""
-        self.puller, self.layout, self.fingerprint, self._report = puller, layout, fingerprint, report
+    def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report, written) -> None:
+        """``report()`` -> what ``/server_info`` shows beside the puller's counters; ``written()`` -> event after which
+        freed pages are written no more, or None."""
+        self.puller, self.layout, self.fingerprint, self._report, self.written = puller, layout, fingerprint, report, written
         puller.start()
         self._start_heartbeat_checker_thread()
 
@@ -135,7 +136,7 @@ class OasisDecodeManager(CommonKVManager):
         """Counters for ``/server_info``."""
         puller = self.puller
         return {"role": "decode", "totals": dict(puller.totals), "pulls": len(puller.live), "requests": dict(puller.reports),
-                "tiers": {a: (link.epoch if link.error is None else "") for a, link in puller.links.items()}, **self._report()}
+                "tiers": {a: (link.epoch if link.error is None else "") for a, link in list(puller.links.items())}, **self._report()}
 
 
 class OasisReceiver(CommonKVReceiver):
@@ -165,7 +166,7 @@ class OasisReceiver(CommonKVReceiver):
         if decode_prefix_len or destination != KVTransferDestination.DEVICE:
             raise NotImplementedError("this step pulls whole prompts into device pages")
         pages = np.array(kv_indices, dtype=np.int64)
-        self.kv_mgr.puller.fetch(self.pull, pages, self.kv_mgr.row_writer(aux_index))
+        self.kv_mgr.puller.fetch(self.pull, pages, self.kv_mgr.row_writer(aux_index), self.kv_mgr.written())
         self.init_time = time.time()
 
     def poll(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,12 @@ from transport.errors import OasisError
 
 RESOLVING, AWAITING, READY, PULLING, DONE, FAILED = "resolving", "awaiting", "ready", "pulling", "done", "failed"
 PHASES = ("records", "partial_page", "manifest")
+
+
+class Event(Protocol):
+    """Of CUDA, in effect."""
+
+    def synchronize(self) -> None: ...
 
 
 @dataclass
@@ -52,6 +59,7 @@ class Pull:
     roots: np.ndarray | None = None
     pages: np.ndarray | None = None
     write_row: Callable[[tuple[bytes, ...]], None] | None = None
+    vacant: Event | None = None
     cursor: int = 0
     landed: int = 0
     attempts: int = 0

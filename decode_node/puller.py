@@ -18,12 +18,12 @@ import numpy as np
 import zmq
 
 from decode_node.pages import PageSink
-from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, Pull, PullLimits
+from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, Event, Pull, PullLimits
 from decode_node.reader import RecordReader
 from decode_node.tier_link import TierLink
 from transport import messages as m
 from transport.dataplane import DataPlane
-from transport.errors import DeadlineExceeded, LayoutMismatch, LeaseExpired, OasisError, PeerLost, RoomFailed
+from transport.errors import DeadlineExceeded, LayoutMismatch, LeaseExpired, OasisError, PeerLost, ProtocolError, RoomFailed
 from transport.layout import KVLayout
 from transport.staging import Staging
 
@@ -74,9 +74,10 @@ class Puller:
         self._post(self._begin, pull)
         return pull
 
-    def fetch(self, pull: Pull, pages: np.ndarray, write_row: Callable[[tuple[bytes, ...]], None]) -> None:
-        """Names the destination: pool pages int64 [pages of the prompt], in order; ``write_row`` takes the hand-over row."""
-        self._post(self._fetch, pull, pages, write_row)
+    def fetch(self, pull: Pull, pages: np.ndarray, write_row: Callable[[tuple[bytes, ...]], None], vacant: Event | None = None) -> None:
+        """Names the destination: pool pages int64 [pages of the prompt], in order; ``write_row`` takes the hand-over row.
+        Nothing is written there before ``vacant`` has happened (None: it has)."""
+        self._post(self._fetch, pull, pages, write_row, vacant)
 
     def cancel(self, pull: Pull, reason: str) -> None:
         """After it returns neither pages nor row are written any more. Idempotent."""
@@ -236,6 +237,9 @@ class Puller:
         if isinstance(reply, OasisError):
             self._give_up(pull, reply)
             return
+        if not isinstance(reply, m.Manifest):
+            self._give_up(pull, ProtocolError("the tier answered with something else than a manifest", room=pull.room, peer=pull.link.peer))
+            return
         release = dict(leases=m.pack([reply.lease], "u8"))
         if pull.state != AWAITING or pull.cancelled:
             self._tell(pull.link, m.Release, release)
@@ -244,6 +248,8 @@ class Puller:
         pull.lease_expires = time.monotonic() + reply.lease_seconds
         self._renew_at = min(self._renew_at, time.monotonic() + reply.lease_seconds / 3)
         try:
+            if (reply.epoch, reply.room, reply.rank) != (pull.link.epoch, pull.room, self.rank):
+                raise ProtocolError("a manifest of another room", room=pull.room, peer=pull.link.peer)
             self.layout.require_equal(reply.layout, peer=pull.link.peer, room=pull.room)
             if reply.fingerprint != self.fingerprint:  # the tier's worker may have changed since it welcomed us
                 raise LayoutMismatch(f"model differs: fingerprint {self.fingerprint[:12]} here, {reply.fingerprint[:12]} in the manifest",
@@ -262,14 +268,14 @@ class Puller:
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _fetch(self, pull: Pull, pages: np.ndarray, write_row) -> None:
+    def _fetch(self, pull: Pull, pages: np.ndarray, write_row, vacant: Event | None) -> None:
         if pull.state != READY or pull.cancelled:
             return
         if len(pages) != len(pull.records):
             self._give_up(pull, RoomFailed("prefill and decode disagree on the prompt", room=pull.room, peer=pull.source,
                                            limit=f"{len(pages)} pages here, {len(pull.records)} committed"))
             return
-        pull.pages, pull.write_row, pull.state = pages, write_row, PULLING
+        pull.pages, pull.write_row, pull.vacant, pull.state = pages, write_row, vacant, PULLING
         self.reader.add(pull)
 
     # -- ends ---------------------------------------------------------------------------------------------------

@@ -59,6 +59,7 @@ class RecordReader:
         self.flights: list[Flight] = []
         self.ready: list[Pull] = []
         self.staged_peak = 0
+        self._moved_at = float("inf")
 
     @property
     def busy(self) -> bool:
@@ -88,6 +89,10 @@ class RecordReader:
         """Takes what has landed, starts what can start."""
         self._land(now)
         self._launch(now)
+        if not self.ready or self.flights or self.staging.free:
+            self._moved_at = now
+        elif now - self._moved_at >= self.limits.read_seconds:
+            self._fail_starved()
 
     def close(self) -> None:
         self.plane.close()
@@ -127,6 +132,14 @@ class RecordReader:
                 continue
             if pull.retry or pull.cursor < len(pull.records):
                 self.ready.append(pull)
+
+    def _fail_starved(self) -> None:
+        """Every window is in quarantine, and only the peers that hold them can give them back."""
+        starved, self.ready = self.ready, []
+        for pull in starved:
+            if pull.wanted:
+                self.fail(pull, CapacityError("no window to read into: all wait for peers that do not answer", room=pull.room,
+                                              limit=f"{self.staging.quarantined} windows, {self.limits.read_seconds} s"))
 
     def _read(self, pull: Pull, start: int, stop: int, now: float) -> None:
         arena, window = self.arenas[pull.link], self.staging.acquire()
@@ -173,6 +186,9 @@ class RecordReader:
         verify(payloads, pull.generations[span], pull.roots[span], pull.records[span], peer=pull.link.peer, room=pull.room)
         if now >= pull.lease_expires:
             raise LeaseExpired("the lease ran out while records were read", room=pull.room, peer=pull.link.peer)
+        if pull.vacant is not None:
+            pull.vacant.synchronize()
+            pull.vacant = None
         with pull.lock:
             if not pull.cancelled:
                 self.sink.scatter(payloads, pull.pages[span])

@@ -134,12 +134,12 @@ class TierLink:
             if callback is None:
                 continue
             try:
-                callback(m.raise_failure(reply, peer=self.peer))
-            except StaleEpoch as error:
-                callback(error)
-                self.fail(error)
+                answer = m.raise_failure(reply, peer=self.peer)
             except OasisError as error:
-                callback(error)
+                answer = error
+            callback(answer)
+            if isinstance(answer, StaleEpoch):
+                self.fail(answer)
         if self.error is not None:
             return
         for seq, (callback, deadline) in list(self._pending.items()):

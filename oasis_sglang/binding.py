@@ -21,7 +21,8 @@ from transport.layout import KVLayout
 
 log = logging.getLogger("oasis")
 
-def check_pool(pool) -> None:
+
+def check_pool(pool, summary) -> None:
     """Raises ``ConfigError`` naming the field for a KV pool that records cannot describe."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
@@ -31,6 +32,16 @@ def check_pool(pool) -> None:
         raise ConfigError(f"Oasis needs equal head dimensions of K and V (head_dim {pool.head_dim}, v_head_dim {pool.v_head_dim})")
     if pool.k_buffer[0].ndim != 3:
         raise ConfigError(f"Oasis needs the NHD KV layout, not {getattr(pool, 'kv_cache_layout', 'this one')} (field kv_cache_layout)")
+    if summary is not None and pool.k_buffer[0].dtype != pool.dtype:
+        raise ConfigError(f"Oasis cannot summarise a KV cache stored as codes (field kv_cache_dtype = {pool.dtype}); set its option summary to none")
+
+
+def check_queue(queue) -> None:
+    """Raises ``ConfigError`` naming the field for state beside the pool that is not handed over."""
+    if queue.draft_token_to_kv_pool is not None:
+        raise ConfigError("Oasis does not hand over the KV of a draft model (field speculative_algorithm)")
+    if queue.metadata_buffers.output_ids.device.type != "cpu":
+        raise ConfigError("Oasis needs hand-over rows in host memory (SGLANG_MOONCAKE_CUSTOM_MEM_POOL)")
 
 
 def layout_of(manager, pool, summary) -> KVLayout:
@@ -50,8 +61,9 @@ def _common(manager, queue, role: str):
     scheduler, pool = queue.scheduler, queue.token_to_kv_pool
     options = config.load(get_memory().hisparse_config).validate(role)
     check_model(scheduler.model_config.hf_config.to_dict())
-    check_pool(pool)
+    check_queue(queue)
     summary = SUMMARIES.get(options.summary)
+    check_pool(pool, summary)
     layout = layout_of(manager, pool, summary)
     model = scheduler.model_config
     fingerprint = model_fingerprint(model.model_path, model.hf_config.to_dict(), str(model.dtype), str(model.quantization))
@@ -80,7 +92,7 @@ def bind_prefill(manager, queue) -> None:
         """Start of the prompt's hash chain, or None for a prompt that its token ids do not determine."""
         if req.multimodal_inputs is not None or req.input_embeds is not None:
             return None
-        return chain_seed(layout, fingerprint, manager.attn_tp_rank, req.extra_key or "", req.cache_salt or "", req.lora_id or "")
+        return chain_seed(layout, fingerprint, manager.attn_tp_rank, manager.cache_epoch, req.extra_key or "", req.cache_salt or "", req.lora_id or "")
 
     manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify)
     geometry = publisher.client.welcome.geometry
@@ -107,6 +119,8 @@ def bind_decode(manager, queue) -> None:
     """Builds this decode rank's data plane and starts the puller."""
     import uuid
 
+    import torch
+
     from decode_node.pages import PageSink
     from decode_node.pull import PullLimits
     from decode_node.puller import Puller
@@ -123,6 +137,15 @@ def bind_decode(manager, queue) -> None:
 
     def sample() -> None:
         peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], allocator.size - allocator.available_size())
+
+    def written() -> torch.cuda.Event | None:
+        """An event after which pages that SGLang has freed are written no more: with overlap the forward of a request
+        that has finished may still run."""
+        if not (pool.k_buffer[0].is_cuda and scheduler.enable_overlap):
+            return None
+        event = torch.cuda.Event()
+        event.record(scheduler.forward_stream)
+        return event
 
     def exported(totals, gauges) -> None:
         export(totals, {**gauges, "host_bytes": staging.region.nbytes, "kv_pool_tokens": allocator.size - allocator.available_size()})
@@ -142,7 +165,7 @@ def bind_decode(manager, queue) -> None:
             "plane": {"kind": plane.kind, "requested_bytes": sum(plane.requested.values()), "landed_bytes": sum(plane.landed.values()),
                       "reads": plane.reads, "descriptors": plane.descriptors}}
 
-    manager.bind(puller, layout, fingerprint, report)
+    manager.bind(puller, layout, fingerprint, report, written)
     log.info("decode rank %d pulls over %s into %d windows of %d bytes", manager.attn_tp_rank, plane.kind, options.staging_windows, window)
 
 

@@ -8,6 +8,7 @@
 | DecodePreallocQueue._init_kv_manager     | oasis decode        | hand the KV pool to our manager                         |
 | DecodePreallocQueue._create_receiver_... | oasis decode        | reports carry the request id                            |
 | get_internal_state                       | oasis server        | counters in /server_info                                |
+| flush_cache_after_weight_update          | oasis prefill       | KV of the old weights must not be found in the tier     |
 | the CPU runtime's hooks                  | no GPU              | see ``oasis_sglang/cpu/hooks.py``                       |
 
 Public registrations beside them: the back end's name and the ``handle_pd_disaggregation`` resolution step
@@ -99,6 +100,13 @@ def internal_state(result, controller, recv_req):
     return result
 
 
+def weights_changed(result, updater, recv_req, success, message):
+    queue = getattr(updater.scheduler, "disagg_prefill_bootstrap_queue", None)
+    if config.active() and queue is not None:
+        queue.kv_manager.forget_prefixes()
+    return result
+
+
 _PD = "sglang.srt.disaggregation"
 
 HOOKS: tuple[Hook, ...] = (
@@ -109,4 +117,6 @@ HOOKS: tuple[Hook, ...] = (
     Hook(Seam(f"{_PD}.decode.DecodePreallocQueue._create_receiver_and_enqueue", ("self", "req", "is_rebootstrap")), receiver, "around"),
     Hook(Seam("sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
               ("self", "recv_req")), internal_state, "after"),
+    Hook(Seam("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
+              ("self", "recv_req", "success", "message")), weights_changed, "after"),
 )

@@ -61,7 +61,7 @@ def split_flags(flags: Sequence[str]) -> tuple[dict[str, object], list[str]]:
 
 def worker_flags(role: str) -> list[str]:
     """Default SGLang flags of an Oasis worker (``role``: prefill | decode) on this machine."""
-    flags = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "oasis", "--page-size", "16"]
+    flags = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "oasis", "--page-size", "16", "--enable-metrics"]
     if platform.wanted():
         flags += CPU_FLAGS
     return flags

@@ -18,6 +18,7 @@ COUNTERS = {
         "rooms_failed": "Requests that this rank did not commit.",
         "reserve_retries": "Times this rank asked again because the arena was full.",
         "reattached": "Times this rank attached to a restarted tier.",
+        "internal_errors": "Faults of ours caught by this rank's publishing loop.",
     },
     "decode": {
         "requests": "Requests whose pull this rank started.",

@@ -28,11 +28,13 @@ def load() -> None:
     add_disagg_transfer_backend_choices([BACKEND])
     register_resolution_hook("handle_pd_disaggregation")(resolve_arguments)
     hooks = [(hook.seam.target, hook.function, hook.kind) for hook in HOOKS]
+    surface = [*seams.SURFACE, *(hook.seam for hook in HOOKS)]
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
         from oasis_sglang.cpu.hooks import CPU_HOOKS
 
         hooks += [tuple(hook) for hook in CPU_HOOKS]
-    _problems[:] = seams.drift([*seams.SURFACE, *(hook.seam for hook in HOOKS)])
+        surface += seams.CPU_SURFACE
+    _problems[:] = [*seams.drift(surface), *seams.missing_fields(seams.FIELDS)]
     for target, function, kind in hooks:
         HookRegistry.register(target, function, HookType(kind))
     HookRegistry.apply_hooks()  # SGLang does it after us and swallows failures; now is when we can look
@@ -76,6 +78,10 @@ def _refuse_unsupported(view) -> None:
     refused = {
         "pp_size": view.pp_size > 1,
         "dcp_size": view.dcp_size > 1,
+        "attn_cp_size": view.attn_cp_size > 1,
+        "enable_hisparse": view.enable_hisparse,
+        # Its digest covers whole pages, and what follows the prompt in the last one is not published.
+        "disaggregation_enable_kv_checksum": view.disaggregation_enable_kv_checksum,
         "enable_pd_role_switch": view.enable_pd_role_switch,
         "disaggregation_decode_enable_radix_cache": view.disaggregation_decode_enable_radix_cache,
         "disaggregation_decode_host_receive_threshold": view.disaggregation_decode_host_receive_threshold < 1,

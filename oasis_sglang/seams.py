@@ -51,6 +51,23 @@ SURFACE: tuple[Seam, ...] = (
     Seam(f"{_PD}.utils.MetadataBuffers.get_buf_infos", ("self",)),
 )
 
+# Constructors of which we read or give only some fields; the rest may change.
+FIELDS: tuple[Seam, ...] = (
+    Seam("sglang.srt.managers.schedule_batch.Req.__init__",
+         ("rid", "origin_input_ids", "sampling_params", "lora_id", "input_embeds", "bootstrap_room", "extra_key", "cache_salt")),
+    Seam(f"{_PD}.common.conn.PrefillServerInfo",
+         ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "follow_bootstrap_room")),
+    Seam("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.__init__", ("size", "page_size", "dtype", "head_num", "head_dim", "layer_num")),
+)
+
+# What the CPU runtime wraps (``oasis_sglang/cpu/hooks.py``).
+CPU_SURFACE: tuple[Seam, ...] = (
+    Seam("sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
+         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
+    Seam("sglang.srt.managers.scheduler.Scheduler.on_idle", ("self",)),
+    Seam(f"{_PD}.nixl.conn.NixlKVManager.__init__", ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend")),
+)
+
 
 def drift(seams: Iterable[Seam]) -> list[str]:
     """What differs from the recorded SGLang, one line each; empty when nothing does."""
@@ -67,6 +84,19 @@ def drift(seams: Iterable[Seam]) -> list[str]:
             continue
         if parameters != seam.parameters:
             found.append(f"{seam.target} takes {parameters}, Oasis knows {seam.parameters}")
+    return found
+
+
+def missing_fields(seams: Iterable[Seam]) -> list[str]:
+    """Parameters that we rely on and that are gone, one line each."""
+    found = []
+    for seam in seams:
+        try:
+            parameters = set(inspect.signature(pkgutil.resolve_name(seam.target)).parameters)
+        except (AttributeError, ImportError) as error:
+            found.append(f"{seam.target} is gone: {error}")
+            continue
+        found += [f"{seam.target} no longer takes {name}" for name in seam.parameters if name not in parameters]
     return found
 
 

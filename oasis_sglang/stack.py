@@ -15,6 +15,7 @@ A Stack owns its servers, ports and scratch directory (sockets and SGLang's temp
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import socket
 import sys
@@ -292,11 +293,26 @@ class Stack:
                 time.sleep(0.1)
 
 
+_handed_out: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port that was free a moment ago. The kernel hands such ports out in turn, so a clash is unlikely."""
-    with socket.socket() as probe_socket:
-        probe_socket.bind((HOST, 0))
-        return probe_socket.getsockname()[1]
+    """A TCP port that nobody listens on, and that this process has not handed out before.
+
+    From below the range that the kernel takes ports from for everybody's outgoing connections and unnamed listeners: one
+    from that range could be taken between now and the server's bind, and seconds lie between.
+    """
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    for port in random.sample(range(min(10_000, low // 2), low), 200):
+        with socket.socket() as probe_socket:
+            if port not in _handed_out and probe_socket.connect_ex((HOST, port)) != 0:
+                try:
+                    probe_socket.bind((HOST, port))
+                except OSError:
+                    continue
+                _handed_out.add(port)
+                return port
+    raise StackError("found no free TCP port")
 
 
 def probe(url: str) -> bool:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import uuid
 
 import numpy as np
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVSender, KVTransferError
+from sglang.srt.utils.network import NetworkAddress
 
 from prefill_node import publisher as p
 from transport.errors import ConfigError, RoomFailed
@@ -29,6 +31,8 @@ class OasisPrefillManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.publisher: p.Publisher | None = None
         self.identify = None
+        self.cache_epoch = ""
+        """Part of every hash chain. Changes with the weights: what the tier holds of before is not found any more."""
 
     def bind(self, publisher: p.Publisher, peer_row: dict, identify) -> None:
         """``peer_row``: what decode ranks are told, less the tier's address; ``identify(req)`` -> chain seed or None."""
@@ -37,12 +41,18 @@ class OasisPrefillManager(CommonKVManager):
         self._announce(publisher.client.welcome)
         publisher.start()
 
+    def forget_prefixes(self) -> None:
+        self.cache_epoch = uuid.uuid4().hex
+
     def _announce(self, welcome) -> None:
-        row = {**self.peer_row, "control": welcome.control, "epoch": welcome.epoch, "dp_rank": self.attn_dp_rank, "tp_rank": self.attn_tp_rank}
-        host = "127.0.0.1" if self.bootstrap_host in ("0.0.0.0", "") else self.bootstrap_host
+        # Rank and address as ``register_to_bootstrap`` has them: decode asks for the same ones.
+        dp_rank = self.attn_dp_rank if self.system_dp_size == 1 else self.system_dp_rank
+        row = {**self.peer_row, "control": welcome.control, "epoch": welcome.epoch, "dp_rank": dp_rank, "tp_rank": self.attn_tp_rank}
         if self.dist_init_addr:
-            host = self.dist_init_addr.rpartition(":")[0]
-        url = f"http://{host}:{self.bootstrap_port}/oasis/peer"
+            host = NetworkAddress.parse(self.dist_init_addr).resolved().host
+        else:
+            host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)
+        url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}/oasis/peer"
         response = requests.put(url, json=row, timeout=5)
         if response.status_code != 200:
             raise ConfigError(f"the bootstrap server refused this rank: {response.text}", peer=url)

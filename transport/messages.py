@@ -23,6 +23,8 @@ from transport.layout import ArenaGeometry, KVLayout
 PROTOCOL = 1
 MAX_MESSAGE = 64 << 20
 """Bytes of one message at most: a manifest of a million tokens is about 1.5 MB."""
+MAX_READER_MESSAGE = 1 << 20
+"""Bytes of what a reader may send: the longest is a renewal of all its leases."""
 MAX_RECORDS = 1 << 20
 """Records of one prompt at most."""
 LENGTH = struct.Struct("<I")

@@ -18,6 +18,7 @@ _TOTALS = {
     "pages_fresh": "Prompt pages that had to be written.",
     "pages_reused": "Prompt pages found in the tier by content hash.",
     "refused": "Requests answered with an error.",
+    "internal_errors": "Faults of ours caught while a request was handled.",
     "data_plane_restarts": "Data plane processes started again after one ended.",
 }
 

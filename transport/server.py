@@ -107,7 +107,7 @@ class TierServer:
                 self.servers.append(self._serve(kind))
             router.setsockopt(zmq.LINGER, 0)
             router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            router.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
+            router.setsockopt(zmq.MAXMSGSIZE, m.MAX_READER_MESSAGE)
             router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
             try:
                 router.bind(f"tcp://{self.host}:{self.port or '*'}")

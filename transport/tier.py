@@ -11,7 +11,8 @@ injected monotonic clock: leases are the owner's promise and follow the owner's 
 
 from __future__ import annotations
 
-import itertools
+import logging
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,9 +35,13 @@ from transport.errors import (
 from transport.layout import ArenaGeometry, KVLayout
 from transport.records import HASH_BYTES, RecordTable
 
+log = logging.getLogger("oasis.tier")
+
 Key = tuple[int, int]
 """(bootstrap room, rank)"""
 MAX_WAIT_SECONDS = 3600.0
+MAX_CANCELLED = 100_000
+"""Rooms remembered as unwanted before they were opened."""
 
 
 @dataclass
@@ -109,7 +114,6 @@ class Tier:
         self.cancelled: dict[Key, float] = {}
         self.outbox: list[tuple[object, m.Reply]] = []
         self.totals: Counter[str] = Counter()
-        self._lease_ids = itertools.count(1)
         self._handlers = {
             m.Hello: self._hello, m.Ping: self._ping, m.Open: self._open, m.Commit: self._commit, m.Abort: self._abort,
             m.Await: self._await, m.Renew: self._renew, m.Release: self._release, m.Cancel: self._cancel,
@@ -129,6 +133,10 @@ class Tier:
         except OasisError as error:
             self.totals["refused"] += 1
             return m.failure(error, request.seq)
+        except Exception as error:  # a fault of ours must not end the tier under everybody else
+            log.exception("request failed: %s", type(request).__name__)
+            self.totals["internal_errors"] += 1
+            return m.failure(ProtocolError(f"internal error of the tier: {error!r}"), request.seq)
 
     def disconnect(self, session: object) -> None:
         """The session's process is gone. A worker's uncommitted rooms fail; committed ones live on."""
@@ -287,7 +295,7 @@ class Tier:
 
     def _claim(self, room: Room, seq: int) -> m.Manifest:
         """The room becomes a lease: its holds on the records pass over unchanged."""
-        number = next(self._lease_ids)
+        number = secrets.randbits(63)  # a reader can end or renew only what it was handed
         self.leases[number] = Lease(room.key, room.records, self.clock() + self.limits.lease_seconds)
         self.leased_keys[room.key] = number
         self._forget(room)
@@ -325,6 +333,8 @@ class Tier:
         if room is None:
             if key not in self.leased_keys and key not in self.failed:
                 self.cancelled[key] = self.clock() + self.limits.room_seconds
+                if len(self.cancelled) > MAX_CANCELLED:
+                    del self.cancelled[next(iter(self.cancelled))]
         elif room.manifest is not None:
             self._drop(room)
         else:

@@ -5,7 +5,7 @@ import json
 import matrix
 import pytest
 from matrix import OUTPUT_TOKENS
-from pd import assert_baseline, tier, worker
+from pd import assert_baseline, tier, wait_for, worker
 
 from oasis_sglang.client import generate, generate_concurrently
 
@@ -70,6 +70,26 @@ def test_each_request_reports_its_own_bytes(oasis_stack, prompts, expected):
     assert (phases["records"], phases["partial_page"]) == (whole * PAGE * token, (len(prompts[3]) % PAGE > 0) * PAGE * token)
     assert 0 < phases["manifest"] < 64 * whole + 4096
     assert report["admitted_bytes"] == report["lifetime_bytes"] == sum(phases.values())
+
+
+def test_metrics_of_workers_and_tier_move(oasis_stack, prompts, expected):
+    import re
+    import urllib.request
+
+    def scrape(url):
+        text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+        return {name: float(value) for name, value in re.findall(r"^(oasis_\w+)(?:\{[^}]*\})? (\S+)$", text, re.MULTILINE)}
+
+    stack = oasis_stack()
+    assert ask(stack, prompts[2:3]) == expected[2:3]
+    totals = {name: worker(stack, name)["totals"] for name in ("prefill", "decode")}
+    wait_for(lambda: scrape(stack.urls["decode"])["oasis_decode_admitted_total"] == totals["decode"]["admitted"], "the push of the second")
+    decode, prefill, of_tier = (scrape(stack.urls[name]) for name in ("decode", "prefill", "tier"))
+    assert decode["oasis_decode_bytes_records_total"] == totals["decode"]["bytes_records"] > 0
+    assert decode["oasis_decode_host_bytes"] == worker(stack, "decode")["host_bytes_reserved"]
+    assert prefill["oasis_prefill_rooms_committed_total"] == totals["prefill"]["rooms_committed"] > 0
+    assert of_tier["oasis_tier_rooms_committed_total"] == of_tier["oasis_tier_rooms_claimed_total"] >= totals["decode"]["admitted"]
+    assert of_tier["oasis_tier_workers"] == 1
 
 
 def test_all_at_once(oasis_stack, prompts, expected):

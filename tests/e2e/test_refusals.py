@@ -156,3 +156,37 @@ def test_another_version_of_sglang(models):
             f"run_server(prepare_server_args(['--model-path', {str(models.s4)!r}, '--disaggregation-mode', 'decode', '--disaggregation-transfer-backend', 'oasis']))\n")
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=180, env={**os.environ, "HF_HUB_OFFLINE": "1"})
     assert done.returncode != 0 and "SGLang is 0.5.24, Oasis needs 0.5.23" in done.stderr, done.stderr[-2000:]
+
+
+def test_a_prefill_node_with_another_tp_size(stack, prompts, goldens, models):
+    """A stand-in for its bootstrap server that says tp_size 2 of the real one."""
+    import threading
+    from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+    from oasis_sglang.stack import get_json
+
+    class Twice(BaseHTTPRequestHandler):
+        def do_GET(self):
+            row = {} if self.path == "/health" else get_json(f"http://127.0.0.1:{stack.bootstrap_port}{self.path}")
+            if "attn_tp_size" in row:
+                row["attn_tp_size"] = 2
+            if "layout" in row:
+                row["layout"]["tp_size"] = 2
+            raw = json.dumps(row).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, *_):
+            pass
+
+    expected = goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)[1][:8]
+    with ThreadingHTTPServer(("127.0.0.1", 0), Twice) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        request = body(stack, prompts[1], room=next_room(), max_new_tokens=8, bootstrap_port=server.server_port)
+        answer = Post(stack.urls["decode"], request).result(60)
+        server.shutdown()
+    assert answer.status == 500 and "LayoutMismatch" in answer.text and "tp_size: 1 here, 2 at the peer" in answer.text, answer.text
+    assert pair(stack, prompts[1], max_new_tokens=8)[1].result().output_ids == expected

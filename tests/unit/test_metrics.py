@@ -53,6 +53,8 @@ def test_every_metric_of_the_tier_moves():
     note()
     bench.later(LIMITS.room_seconds)
     bench.tier.totals["data_plane_restarts"] += 1  # counted by the server
+    bench.tier._handlers[m.Ping] = lambda session, request: 1 / 0
+    assert bench.tier.handle("W1", m.Ping(seq=9)).code == "ProtocolError"
     note()
     moved = {name for name in seen[0] if len({s[name] for s in seen}) > 1}
     assert set(seen[0]) - moved == {"oasis_tier_arena_bytes"} and seen[0]["oasis_tier_arena_bytes"] == 4096
@@ -95,6 +97,8 @@ def test_every_counter_of_the_workers_moves(worlds):
     world.tier.stop()
     world.tier = LocalTier(world.path, listen=f"127.0.0.1:{port}")
     until(lambda: totals["reattached"] and report["links_lost"])
+    world.prefill.publisher.export = lambda totals, gauges: 1 / 0
+    until(lambda: totals["internal_errors"])
     assert {name for name in COUNTERS["prefill"] if not totals[name]} == set()
     assert {name for name in COUNTERS["decode"] if not report[name]} == set()
     assert totals["rooms_committed"] == 3 and totals["rooms_failed"] == 2 and totals["pages_published"] == 5 and totals["pages_reused"] == 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from node_rig import SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, row_
 from decode_node.pull import PullLimits
 from prefill_node.publisher import COMMITTED, OPEN
 from transport.errors import (
+    CapacityError,
     DeadlineExceeded,
     IntegrityError,
     LayoutMismatch,
@@ -329,6 +331,43 @@ def test_a_peer_that_fills_the_quarantine_is_dropped_and_comes_back(worlds):
     world.tier.faults.finish()
     until(world.decode.at_baseline)
     still_serves(world)
+    world.settle()
+
+
+def test_a_request_that_finds_every_window_in_quarantine_fails_by_name(worlds):
+    world = worlds(decode=dict(limits=PullLimits(await_seconds=10, read_seconds=0.1, silence_seconds=5)))
+    committed(world, 1, 60)
+    pull = ready(world, 1)
+    world.tier.faults.hold = True
+    world.decode.fetch(pull, np.arange(15))
+    until(lambda: world.decode.staging.quarantined == world.decode.windows)
+    until(lambda: world.decode.puller.totals["links_lost"] == 1)
+    committed(world, 2, 8, at=20)
+    late = ready(world, 2)
+    world.decode.fetch(late, np.arange(20, 22))
+    until(lambda: late.state == "failed", "nothing can be read")
+    assert isinstance(late.error, CapacityError) and "window" in str(late.error)
+    world.tier.faults.hold = False
+    world.tier.faults.finish()
+    until(world.decode.at_baseline)
+    still_serves(world)
+    world.settle()
+
+
+def test_pages_are_written_only_once_they_are_vacant(worlds):
+    """What SGLang freed may still be written by a forward that runs."""
+    world = worlds()
+    pages = committed(world, 1, 30)
+    pull = ready(world, 1)
+    forward = threading.Event()
+    vacant = SimpleNamespace(synchronize=lambda: forward.wait(WAIT))
+    world.decode.puller.fetch(pull, np.arange(8), lambda row: None, vacant)
+    until(lambda: world.decode.plane.landed, "a window landed")
+    time.sleep(0.05)
+    assert pull.state == "pulling" and world.decode.untouched(np.arange(64))
+    forward.set()
+    until(lambda: pull.state == "done")
+    assert world.arrived(pages, np.arange(8), 30)
     world.settle()
 
 
