@@ -142,7 +142,7 @@ class TierLink:
                 self.fail(answer)
         if self.error is not None:
             return
-        for seq, (callback, deadline) in list(self._pending.items()):
+        for _, deadline in list(self._pending.values()):
             if now >= deadline:
                 # Whoever does not answer in time is taken for dead: stopped and partitioned peers give no error.
                 self.fail(DeadlineExceeded("the tier does not answer", peer=self.peer, limit=f"{self.silence} s"))

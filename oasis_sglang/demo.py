@@ -199,6 +199,7 @@ def show(report: dict) -> None:
     )
     console.print(
         "full: KV bytes of the prompt. adm. (admitted): bytes decode received before its first step, in whole pages "
-        f"and with the manifest. equal: leading output tokens equal to stock's. Decode's staging memory in use at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB of what it reserves, "
-        f"KV pool at most {report['kv_pool_tokens_peak']:,} tokens."
+        "and with the manifest. equal: leading output tokens equal to stock's. "
+        f"Staging memory of decode in use: at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB of what it reserves. "
+        f"KV pool: at most {report['kv_pool_tokens_peak']:,} tokens."
     )

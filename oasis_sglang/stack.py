@@ -97,6 +97,8 @@ def worker_argv(
         ours += ["--mem-fraction-static", "0.8"]
         if role == "decode":
             ours += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
+    elif role != "monolith":
+        ours += gpu_share(role, len(list(Path("/dev").glob("nvidia[0-9]*"))))
     if spec.served_model_name:
         ours += ["--served-model-name", spec.served_model_name]
     users = {"prefill": spec.prefill_flags, "decode": spec.decode_flags}.get(role, ())
@@ -111,6 +113,13 @@ def worker_argv(
     if role != "monolith":
         stock += ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "nixl"]
     return [*stock, *flags], {config.ENV: None}
+
+
+def gpu_share(role: Role, gpus: int) -> list[str]:
+    """Flags that let both workers of a pair live on one machine: a GPU each, or half the memory of the only one."""
+    if gpus > 1:
+        return ["--base-gpu-id", "1"] if role == "decode" else []
+    return ["--mem-fraction-static", "0.42"]
 
 
 class Stack:

@@ -11,7 +11,6 @@ Integer arrays travel as little-endian bytes: ``u32``/``u64`` below pack and unp
 from __future__ import annotations
 
 import struct
-from typing import Union
 
 import msgspec
 import numpy as np
@@ -183,8 +182,8 @@ class Cancel(Message):
     rank: int
 
 
-Request = Union[Hello, Ping, Open, Commit, Abort, Await, Renew, Release, Cancel]
-Reply = Union[Welcome, Ok, Failure, Opened, Manifest, Renewed]
+Request = Hello | Ping | Open | Commit | Abort | Await | Renew | Release | Cancel
+Reply = Welcome | Ok | Failure | Opened | Manifest | Renewed
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

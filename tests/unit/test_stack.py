@@ -155,3 +155,8 @@ def test_segments_of_a_killed_server_are_removed(make_stack):
         assert not segment.exists()
     finally:
         segment.unlink(missing_ok=True)
+
+
+def test_two_workers_share_the_gpus_there_are():
+    assert [stack_module.gpu_share(role, 1) for role in ("prefill", "decode")] == [["--mem-fraction-static", "0.42"]] * 2
+    assert [stack_module.gpu_share(role, 8) for role in ("prefill", "decode")] == [[], ["--base-gpu-id", "1"]]
