@@ -80,4 +80,6 @@ def worker_argv(role: str, flags: Sequence[str]) -> tuple[list[str], dict[str, s
 def run_worker(role: str, flags: Sequence[str]) -> None:
     """Becomes SGLang's server. Does not return."""
     argv, extra = worker_argv(role, flags)
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "sglang.cli.main", "serve", *argv], {**os.environ, **extra})
+    # SGLang's command as installed beside this interpreter: its module has no entry of its own for ``python -m``.
+    script = Path(sys.executable).with_name("sglang")
+    os.execve(sys.executable, [sys.executable, "-P", str(script), "serve", *argv], {**os.environ, **extra})

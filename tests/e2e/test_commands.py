@@ -16,7 +16,7 @@ def test_plain_sglang_serve_and_oasis_decode(processes, models, goldens, prompt_
     sock = str(Path(processes.scratch) / "commands.sock")
     http, bootstrap, ports = free_port(), free_port(), {"prefill": free_port(), "decode": free_port()}
     common = ["--model-path", str(models.s4), "--host", "127.0.0.1", "--skip-server-warmup", "--max-total-tokens", "20000"]
-    serve = ["-m", "sglang.cli.main", "serve", *common, "--port", str(ports["prefill"]), "--disaggregation-mode", "prefill",
+    serve = [str(Path(sys.executable).with_name("sglang")), "serve", *common, "--port", str(ports["prefill"]), "--disaggregation-mode", "prefill",
              "--disaggregation-transfer-backend", "oasis", "--disaggregation-bootstrap-port", str(bootstrap), "--page-size", "16",
              # What `oasis prefill` adds on a machine without a GPU.
              "--device", "cpu", "--attention-backend", "torch_native", "--dtype", "float32", "--disable-overlap-schedule", "--sleep-on-idle"]
