@@ -20,7 +20,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVRecei
 
 from decode_node import pull as states
 from decode_node import puller as p
-from transport.errors import LayoutMismatch, OasisError, PeerLost, RoomFailed
+from transport.errors import ConfigError, LayoutMismatch, OasisError, PeerLost, RoomFailed
 from transport.layout import KVLayout
 
 log = logging.getLogger("oasis.decode")
@@ -164,7 +164,11 @@ class OasisReceiver(CommonKVReceiver):
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, decode_prefix_len=None,
                       destination=KVTransferDestination.DEVICE, **_):
         if decode_prefix_len or destination != KVTransferDestination.DEVICE:
-            raise NotImplementedError("this step pulls whole prompts into device pages")
+            # Both come from options that are refused at start; whoever gets round that loses this request, not the server.
+            self.error = ConfigError("Oasis pulls whole prompts into device pages", room=self.bootstrap_room)
+            self._cancel(str(self.error))
+            self.conclude_state = KVPoll.Failed
+            return
         pages = np.array(kv_indices, dtype=np.int64)
         self.kv_mgr.puller.fetch(self.pull, pages, self.kv_mgr.row_writer(aux_index), self.kv_mgr.written())
         self.init_time = time.time()

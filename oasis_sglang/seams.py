@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from oasis_sglang import SGLANG_VERSION
@@ -76,12 +76,7 @@ def drift(seams: Iterable[Seam]) -> list[str]:
     found = []
     if sglang.__version__ != SGLANG_VERSION:
         found.append(f"SGLang is {sglang.__version__}, Oasis needs {SGLANG_VERSION}")
-    for seam in seams:
-        try:
-            parameters = tuple(inspect.signature(pkgutil.resolve_name(seam.target)).parameters)
-        except (AttributeError, ImportError) as error:
-            found.append(f"{seam.target} is gone: {error}")
-            continue
+    for seam, parameters in _inspected(seams, found):
         if parameters != seam.parameters:
             found.append(f"{seam.target} takes {parameters}, Oasis knows {seam.parameters}")
     return found
@@ -89,15 +84,19 @@ def drift(seams: Iterable[Seam]) -> list[str]:
 
 def missing_fields(seams: Iterable[Seam]) -> list[str]:
     """Parameters that we rely on and that are gone, one line each."""
-    found = []
-    for seam in seams:
-        try:
-            parameters = set(inspect.signature(pkgutil.resolve_name(seam.target)).parameters)
-        except (AttributeError, ImportError) as error:
-            found.append(f"{seam.target} is gone: {error}")
-            continue
+    found: list[str] = []
+    for seam, parameters in _inspected(seams, found):
         found += [f"{seam.target} no longer takes {name}" for name in seam.parameters if name not in parameters]
     return found
+
+
+def _inspected(seams: Iterable[Seam], found: list[str]) -> Iterator[tuple[Seam, tuple[str, ...]]]:
+    """Each seam with the parameters it has now; those that are gone go to ``found``."""
+    for seam in seams:
+        try:
+            yield seam, tuple(inspect.signature(pkgutil.resolve_name(seam.target)).parameters)
+        except (AttributeError, ImportError) as error:
+            found.append(f"{seam.target} is gone: {error}")
 
 
 def unhooked(targets: Iterable[str]) -> list[str]:

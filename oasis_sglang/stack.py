@@ -200,6 +200,18 @@ class Stack:
     def server_info(self, name: str) -> dict:
         return get_json(self.urls[name] + "/server_info")
 
+    def cpu_seconds(self) -> float:
+        """User and system time of every process of the stack, so far."""
+        import psutil
+
+        total = 0.0
+        for server in self.servers.values():
+            leader = psutil.Process(server.pid)
+            for process in (leader, *leader.children(recursive=True)):
+                times = process.cpu_times()
+                total += times.user + times.system
+        return total
+
     def _note_segments(self) -> None:
         """Remember the shared memory that SGLang never unlinks, whichever way it ends (load snapshots).
 

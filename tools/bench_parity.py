@@ -20,8 +20,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import psutil
-
 from oasis_sglang import models
 from oasis_sglang.client import generate
 from oasis_sglang.processes import Processes
@@ -29,17 +27,6 @@ from oasis_sglang.prompts import PromptMaker, library_text
 from oasis_sglang.stack import Stack, StackSpec, import_environment
 
 OUTPUT_TOKENS = 32
-
-
-def cpu_seconds(stack: Stack) -> float:
-    """User and system time of every process of the stack, so far."""
-    total = 0.0
-    for server in stack.servers.values():
-        leader = psutil.Process(server.pid)
-        for process in (leader, *leader.children(recursive=True)):
-            times = process.cpu_times()
-            total += times.user + times.system
-    return total
 
 
 def agreement(a: list[int], b: list[int]) -> int:
@@ -90,11 +77,11 @@ def main() -> None:
                 say(json.dumps(row))
             if args.idle:
                 time.sleep(5)
-                before = {name: cpu_seconds(stack) for name, stack in (("stock", stock), ("oasis", oasis))}
+                before = {name: stack.cpu_seconds() for name, stack in (("stock", stock), ("oasis", oasis))}
                 start = time.monotonic()
                 time.sleep(args.idle)
                 elapsed = time.monotonic() - start
-                result["idle_cores"] = {n: (cpu_seconds(s) - before[n]) / elapsed for n, s in (("stock", stock), ("oasis", oasis))}
+                result["idle_cores"] = {n: (s.cpu_seconds() - before[n]) / elapsed for n, s in (("stock", stock), ("oasis", oasis))}
                 result["idle_seconds"] = elapsed
     result["load_average"] = os.getloadavg()
     text_out = json.dumps(result, indent=2)
