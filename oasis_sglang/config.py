@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -59,8 +60,29 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self
 
 
+_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+
+
+def parse_size(text: object) -> int:
+    """Bytes of "1GiB", "512 MiB", "1.5GB" or a plain number. Raises ``ConfigError``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text), re.ASCII)
+    if not match or match[2].lower() not in _UNITS:
+        raise ConfigError(f"{text!r} is not a size such as 1GiB or 512MiB")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def plain(options: dict) -> dict:
+    """The options as fields: hyphens in names become underscores, sizes with a unit become bytes. Raises ``ConfigError``."""
+    fields = {name.replace("-", "_"): value for name, value in options.items()}
+    for name in ("staging_bytes",):
+        if isinstance(fields.get(name), str):
+            fields[name] = parse_size(fields[name])
+    return fields
+
+
 def parse(options: dict) -> OasisConfig:
     """Raises ``ConfigError`` naming an unknown option or a wrong type."""
+    options = plain(options)
     unknown = sorted(set(options) - set(OasisConfig.__struct_fields__))
     if unknown:
         raise ConfigError(f"unknown Oasis option {', '.join(unknown)}; known: {', '.join(OasisConfig.__struct_fields__)}")

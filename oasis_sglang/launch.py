@@ -34,7 +34,7 @@ def default_tier_socket() -> str:
 
 def split_flags(flags: Sequence[str]) -> tuple[dict[str, object], list[str]]:
     """(Oasis options, flags for SGLang). Raises ``ConfigError`` for an unknown option or one without a value."""
-    ours: dict[str, str] = {}
+    ours: dict[str, object] = {}
     rest: list[str] = []
     queue = list(flags)
     while queue:
@@ -47,7 +47,8 @@ def split_flags(flags: Sequence[str]) -> tuple[dict[str, object], list[str]]:
             if not queue:
                 raise ConfigError(f"{flag} needs a value")
             value = queue.pop(0)
-        ours[name.replace("-", "_")] = value
+        ours[name] = value
+    ours = config.plain(ours)
     unknown = sorted(set(ours) - set(config.OasisConfig.__struct_fields__))
     if unknown:
         known = ", ".join(PREFIX + f.replace("_", "-") for f in config.OasisConfig.__struct_fields__)

@@ -314,6 +314,17 @@ class Stack:
                 time.sleep(0.1)
 
 
+def can_listen(host: str, port: int) -> bool:
+    """Whether a server could bind ``port`` now."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
 _handed_out: set[int] = set()
 
 

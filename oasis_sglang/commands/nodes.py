@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import sys
 from typing import Annotated
 
@@ -11,15 +10,15 @@ import typer
 
 from transport.errors import OasisError
 
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-
 
 def parse_bytes(text: str) -> int:
-    """"1GiB", "512MiB", "1e9" is refused: whole numbers with an optional unit. Raises ``typer.BadParameter``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(text))
-    if not match or match[2].lower() not in _UNITS:
-        raise typer.BadParameter(f"{text!r} is not a size such as 1GiB or 512MiB")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    """A size on the command line. Raises ``typer.BadParameter``."""
+    from oasis_sglang.config import parse_size
+
+    try:
+        return parse_size(text)
+    except OasisError as error:
+        raise typer.BadParameter(error.message) from None
 
 
 def tier(

@@ -33,9 +33,13 @@ def up(
 
     Further flags are those of `sglang serve` and --oasis-OPTION VALUE; both workers get them.
     """
-    from oasis_sglang import models
-    from oasis_sglang.stack import Stack, StackSpec
+    from oasis_sglang import launch, models
+    from oasis_sglang.stack import Stack, StackError, StackSpec, can_listen
 
+    with told_in_one_line():
+        launch.worker_argv("prefill", context.args)  # a wrong option is told before anything starts
+        if port and not can_listen(host, port):
+            raise StackError(f"port {port} of {host} is in use; choose another with --port")
     with told_in_one_line(), processes(run_dir) as (started, directory):
         path = model or str(models.prepare(progress=say))
         name = None if model else models.MODEL_NAME

@@ -164,3 +164,11 @@ def test_another_sglang_is_named(monkeypatch):
 
 def test_every_seam_is_listed_once():
     assert len({s.target for s in SURFACE}) == len(SURFACE)
+
+
+def test_options_take_hyphens_and_sizes_in_json_and_on_the_command_line():
+    assert config.parse({"data-plane": "zmq", "staging-bytes": "32MiB"}) == config.parse({"data_plane": "zmq", "staging_bytes": 32 << 20})
+    ours, rest = launch.split_flags(["--oasis-staging-bytes", "32MiB", "--oasis-staging-windows=2", "--port", "1"])
+    assert ours == {"staging_bytes": 32 << 20, "staging_windows": 2} and rest == ["--port", "1"]
+    with pytest.raises(ConfigError, match="not a size"):
+        config.parse({"staging_bytes": "banana"})
