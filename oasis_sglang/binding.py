@@ -117,22 +117,20 @@ def _patiently(attach, seconds: float):
 
 def bind_decode(manager, queue) -> None:
     """Builds this decode rank's data plane and starts the puller."""
-    import uuid
-
     import torch
 
     from decode_node.pages import PageSink
     from decode_node.pull import PullLimits
     from decode_node.puller import Puller
     from transport.dataplane import MeteredPlane
-    from transport.planes import make_plane
+    from transport.planes import incarnation, make_plane
     from transport.staging import Staging
 
     scheduler, pool, options, _, layout, fingerprint, node, export = _common(manager, queue, "decode")
     allocator = queue.token_to_kv_pool_allocator
     window = max(options.staging_bytes // options.staging_windows, layout.payload_bytes)
     staging = Staging(window, options.staging_windows)
-    plane = MeteredPlane(make_plane(options.data_plane, f"{node}:{manager.attn_tp_rank}:{uuid.uuid4().hex}", staging.region))
+    plane = MeteredPlane(make_plane(options.data_plane, incarnation(f"{node}:{manager.attn_tp_rank}"), staging.region))
     peaks = {"kv_pool_tokens_peak": 0}
 
     def sample() -> None:

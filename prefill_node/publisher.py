@@ -50,7 +50,6 @@ class Publication:
     state: str = OPENING
     error: OasisError | None = None
     cancelled: bool = False
-    opened: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
     records: np.ndarray | None = None
     generations: np.ndarray | None = None
@@ -188,7 +187,6 @@ class Publisher:
         pub.generations = m.unpack(opened.generations, "u8", count=pub.pages)
         pub.roots = m.unpack(opened.roots, "u8", count=pub.pages).copy()
         pub.fresh = np.frombuffer(opened.fresh, np.uint8).astype(bool)
-        pub.opened = True
         pub.state = OPEN
         self.totals["pages_reused"] += int((~pub.fresh).sum())
 
@@ -210,7 +208,7 @@ class Publisher:
                 self._write(pub, index[part], pages[part], valid)
 
     def _write(self, pub: Publication, index: np.ndarray, pages: np.ndarray, tokens: int) -> None:
-        block = self.source.gather(torch.from_numpy(pages.astype(np.int64)).to(self.source.keys[0].device), tokens)
+        block = self.source.gather(torch.from_numpy(pages).to(self.source.keys[0].device), tokens)
         summaries = None
         if self.summary is not None:
             summaries = self.summary.build(block[:, :, :, 0]).cpu()
