@@ -28,7 +28,7 @@ class ArenaPeer:
     """Owner: the puller, on its thread. Owns the data plane's connection to the tier.
 
     ``connection`` grows with every connection made, so that all reads that one loss took along count as one.
-    ``parked`` are the pulls that wait while ``seeking``, each once; ``on_end(parked, error)`` hands them back: error None, read on.
+    ``parked`` are the jobs that wait while ``seeking``, each once; ``on_end(parked, error)`` hands them back: error None, read on.
     """
 
     def __init__(self, link: TierLink, plane: DataPlane, *, limit: float, on_end: Callable[[list, OasisError | None], None]):
@@ -65,9 +65,9 @@ class ArenaPeer:
         if connection == self.connection and not self.seeking:
             self._seek(now)
 
-    def park(self, pull) -> None:
-        if pull not in self.parked:  # it comes here once per read that failed
-            self.parked.append(pull)
+    def park(self, job) -> None:
+        if job not in self.parked:  # it comes here once per read that failed
+            self.parked.append(job)
 
     def process(self, now: float) -> None:
         """Asks again when it is time, and gives up when it is too late."""
@@ -91,7 +91,7 @@ class ArenaPeer:
     def _answered(self, reply: m.Welcome | OasisError, asked: float) -> None:
         self._ask_at = asked + ASK_SECONDS
         if isinstance(reply, OasisError) or not self.seeking:
-            return  # if it ended the link, the pulls end with it
+            return  # if it ended the link, the jobs end with it
         offered = self._offered()
         if offered is None:
             return

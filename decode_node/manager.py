@@ -29,7 +29,7 @@ REFUSAL_SECONDS = 5.0
 RESOLVE_SECONDS = 5.0
 
 _POLLS = {states.RESOLVING: KVPoll.Bootstrapping, states.AWAITING: KVPoll.Bootstrapping, states.READY: KVPoll.WaitingForInput,
-          states.PULLING: KVPoll.Transferring, states.DONE: KVPoll.Success, states.FAILED: KVPoll.Failed}
+          states.PULLING: KVPoll.Transferring, states.SERVING: KVPoll.Success, states.DONE: KVPoll.Success, states.FAILED: KVPoll.Failed}
 
 
 class OasisDecodeManager(CommonKVManager):
@@ -43,10 +43,10 @@ class OasisDecodeManager(CommonKVManager):
         # Prefill nodes that do not match this one, and until when that verdict stands.
         self._refused: dict[str, tuple[OasisError, float]] = {}
 
-    def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report, written) -> None:
-        """``report()`` -> what ``/server_info`` shows beside the puller's counters; ``written()`` -> event after which
-        freed pages are written no more, or None."""
-        self.puller, self.layout, self.fingerprint, self._report, self.written = puller, layout, fingerprint, report, written
+    def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report, fetch) -> None:
+        """``report()`` -> what ``/server_info`` shows beside the puller's counters; ``fetch(req, pull, pages, write_row)``
+        has a committed prompt pulled, to SGLang's ``pages`` int64 [n] or wherever else requests live on this node."""
+        self.puller, self.layout, self.fingerprint, self._report, self.fetch = puller, layout, fingerprint, report, fetch
         puller.start()
         self._start_heartbeat_checker_thread()
 
@@ -148,7 +148,7 @@ class OasisReceiver(CommonKVReceiver):
         mgr.request_status.pop(bootstrap_room, None)
         mgr.prefill_response_tracker.pop(bootstrap_room, None)
         self.bootstrap_infos = []
-        self.rid = ""
+        self.req = None
         self.pull: states.Pull | None = None
         self.error: OasisError | None = None
 
@@ -159,7 +159,7 @@ class OasisReceiver(CommonKVReceiver):
         if refusal is not None:
             self.error, self.conclude_state = refusal, KVPoll.Failed
             return
-        self.pull = self.kv_mgr.puller.pull(self.bootstrap_room, f"{self.bootstrap_addr}/{prefill_dp_rank}", rid=self.rid)
+        self.pull = self.kv_mgr.puller.pull(self.bootstrap_room, f"{self.bootstrap_addr}/{prefill_dp_rank}", rid=self.req.rid if self.req else "")
 
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, decode_prefix_len=None,
                       destination=KVTransferDestination.DEVICE, **_):
@@ -169,8 +169,12 @@ class OasisReceiver(CommonKVReceiver):
             self._cancel(str(self.error))
             self.conclude_state = KVPoll.Failed
             return
-        pages = np.array(kv_indices, dtype=np.int64)
-        self.kv_mgr.puller.fetch(self.pull, pages, self.kv_mgr.row_writer(aux_index), self.kv_mgr.written())
+        try:
+            self.kv_mgr.fetch(self.req, self.pull, np.array(kv_indices, dtype=np.int64), self.kv_mgr.row_writer(aux_index))
+        except OasisError as error:  # options of this request, or more than this node can hold
+            self.error = error
+            self._cancel(str(error))
+            self.conclude_state = KVPoll.Failed
         self.init_time = time.time()
 
     def poll(self) -> int:

@@ -1,4 +1,4 @@
-"""Pulling: one thread per decode rank asks tiers for manifests, keeps their leases and has the records read.
+"""Pulling: one thread per decode rank asks tiers for manifests, has them read, and serves who needs more while it decodes.
 
 Before READY (``pull.py`` has the states) a request holds no KV page: decode admits nothing that prefill has not committed.
 """
@@ -9,21 +9,21 @@ import logging
 import os
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-import numpy as np
 import zmq
 
-from decode_node.pages import PageSink
-from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, Event, Pull, PullLimits
-from decode_node.reader import RecordReader
+from decode_node.destination import Destination
+from decode_node.leases import LeaseKeeper
+from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, SERVING, Event, Pull, PullLimits
+from decode_node.reader import Job, JobReader
 from decode_node.tier_link import TierLink
 from transport import messages as m
 from transport.dataplane import DataPlane
-from transport.errors import DeadlineExceeded, LayoutMismatch, LeaseExpired, OasisError, PeerLost, ProtocolError, RoomFailed
+from transport.errors import DeadlineExceeded, OasisError, PeerLost, ProtocolError, RoomFailed
 from transport.layout import KVLayout
 from transport.staging import Staging
 
@@ -36,30 +36,32 @@ RESOLVERS = 8
 
 
 class Puller:
-    """Owner of the requests, the links to tiers and the leases; its ``reader`` owns the reads.
+    """Owner of the requests and the links to tiers; its ``reader`` owns the reads, its ``leases`` the leases.
 
     ``resolve(source)`` -> peer row of a prefill node (blocking HTTP; runs on a small pool so that a dead node delays
     nobody else); ``forget(control address)`` says that what ``resolve`` cached about a tier is void; ``sample()`` is
-    called at least every 0.25 s (peak gauges); ``export`` about once a second.
+    called at least every 0.25 s (peak gauges); ``export`` about once a second. ``reports`` show the bytes of the requests
+    admitted or ended last, by rid or room.
     """
 
-    def __init__(self, *, node: str, rank: int, layout: KVLayout, fingerprint: str, sink: PageSink, plane: DataPlane, staging: Staging,
+    def __init__(self, *, node: str, rank: int, layout: KVLayout, fingerprint: str, plane: DataPlane, staging: Staging,
                  resolve: Callable[[str], dict], forget: Callable[[str], None], limits: PullLimits, sample: Callable[[], None] = lambda: None,
                  export: Callable[[dict, dict], None] = lambda totals, gauges: None):
         self.node, self.rank, self.layout, self.fingerprint = node, rank, layout, fingerprint
         self.resolve, self.forget, self.limits, self.sample, self.export = resolve, forget, limits, sample, export
         self.totals: Counter[str] = Counter()
         self.live: set[Pull] = set()
-        self.reports: OrderedDict[str, dict] = OrderedDict()
+        self.reports: dict[str, dict] = {}
         self.links: dict[str, TierLink] = {}
-        self.reader = RecordReader(layout, sink, plane, staging, limits, self.totals, done=self._admitted, fail=self._give_up, guard=self._guard)
+        self.leases = LeaseKeeper(self.links, self.live, limits.silence_seconds, lost=self._give_up)
+        self.reader = JobReader(plane, staging, limits, self.totals, finished=self._finished, fail=self._give_up, guard=self._guard)
         self._inbox: list[tuple] = []
         self._inbox_lock = threading.Lock()
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._resolving: dict[str, list[Pull]] = {}
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="oasis-resolve")
-        self._renew_at = self._exported_at = self._sampled_at = 0.0
+        self._exported_at = self._sampled_at = 0.0
         self._stop = False
         self._thread = threading.Thread(target=self._run, name="oasis-puller", daemon=True)
 
@@ -74,18 +76,33 @@ class Puller:
         self._post(self._begin, pull)
         return pull
 
-    def fetch(self, pull: Pull, pages: np.ndarray, write_row: Callable[[tuple[bytes, ...]], None], vacant: Event | None = None) -> None:
-        """Names the destination: pool pages int64 [pages of the prompt], in order; ``write_row`` takes the hand-over row.
-        Nothing is written there before ``vacant`` has happened (None: it has)."""
-        self._post(self._fetch, pull, pages, write_row, vacant)
+    def fetch(self, pull: Pull, destination: Destination, write_row: Callable[[tuple[bytes, ...]], None], vacant: Event | None = None) -> None:
+        """Names the destination; ``write_row`` takes the hand-over row, last. No bytes are handed over before ``vacant`` has
+        happened (None: it has)."""
+        self._post(self._fetch, pull, destination, write_row, vacant)
+
+    def demand(self, pull: Pull, job: Job) -> None:
+        """Reads ``job`` of a SERVING request. No effect on any other: its ``finished`` is not called then, nor when the
+        request fails or is released first."""
+        self._post(self._demand, pull, job)
 
     def cancel(self, pull: Pull, reason: str) -> None:
-        """After it returns neither pages nor row are written any more. Idempotent."""
+        """Ends a request that is not admitted: after it returns nothing is written for it any more. Idempotent; no effect on
+        an admitted one. Not from a destination's or job's own calls, nor holding a lock that those take."""
         with pull.lock:
-            if pull.cancelled or pull.state in (DONE, FAILED):
+            if pull.cancelled or pull.state in (SERVING, DONE, FAILED):
                 return
             pull.cancelled = True
         self._post(self._give_up, pull, RoomFailed(reason, room=pull.room))
+
+    def release(self, pull: Pull) -> None:
+        """Ends a SERVING request well: after it returns no job of it is called any more. Idempotent; no effect on any other.
+        Where ``cancel`` may not be called, this may not either."""
+        with pull.lock:
+            if pull.released or pull.state != SERVING:
+                return
+            pull.released = True
+        self._post(self._release, pull)
 
     def source_lost(self, source: str) -> None:
         """A prefill node is dead. What it committed stands; the rest fails soon, by the tier or by this."""
@@ -136,8 +153,7 @@ class Puller:
         for pull in [p for p in self.live if now >= p.deadline]:
             self._give_up(pull, DeadlineExceeded(f"request stayed in state {pull.state!r}", room=pull.room, peer=pull.source,
                                                  limit=f"{self.limits.await_seconds} s"))
-        if now >= self._renew_at:
-            self._renew(now)
+        self.leases.process(now)
         self._drop_failed_links()
         if self.reader.staging.quarantined:
             self.reader.staging.sweep()
@@ -146,7 +162,8 @@ class Puller:
             self.sample()
         if now - self._exported_at >= 1.0:
             self._exported_at = now
-            self.export(self.totals, {"pulls": len(self.live), "staging_quarantined": self.reader.staging.quarantined})
+            pulls = sum(pull.state != SERVING for pull in self.live)
+            self.export(self.totals, {"pulls": pulls, "staging_quarantined": self.reader.staging.quarantined})
 
     def _guard(self, pull: Pull | None, work, *args) -> None:
         """An error ends the pull it belongs to; a fault of ours must not take the others along."""
@@ -214,7 +231,7 @@ class Puller:
         return link
 
     def _linked(self, link: TierLink) -> None:
-        self._renew_at = min(self._renew_at, time.monotonic() + link.welcome.lease_seconds / 3)
+        self.leases.expect(link.welcome.lease_seconds)
         try:
             self.reader.attach(link)
         except OasisError as error:
@@ -240,99 +257,116 @@ class Puller:
         if not isinstance(reply, m.Manifest):
             self._give_up(pull, ProtocolError("the tier answered with something else than a manifest", room=pull.room, peer=pull.link.peer))
             return
-        release = dict(leases=m.pack([reply.lease], "u8"))
         if pull.state != AWAITING or pull.cancelled:
-            self._tell(pull.link, m.Release, release)
+            self.leases.release(pull.link, reply.lease)
             return
         pull.manifest = reply
         pull.lease_expires = time.monotonic() + reply.lease_seconds
-        self._renew_at = min(self._renew_at, time.monotonic() + reply.lease_seconds / 3)
+        self.leases.expect(reply.lease_seconds)
         try:
-            if (reply.epoch, reply.room, reply.rank) != (pull.link.epoch, pull.room, self.rank):
-                raise ProtocolError("a manifest of another room", room=pull.room, peer=pull.link.peer)
-            self.layout.require_equal(reply.layout, peer=pull.link.peer, room=pull.room)
-            if reply.fingerprint != self.fingerprint:  # the tier's worker may have changed since it welcomed us
-                raise LayoutMismatch(f"model differs: fingerprint {self.fingerprint[:12]} here, {reply.fingerprint[:12]} in the manifest",
-                                     field="fingerprint", peer=pull.link.peer, room=pull.room)
-            pages = -(-reply.prompt_tokens // self.layout.block_tokens)
-            pull.records = m.unpack(reply.records, "u4", count=pages).astype(np.int64)
-            pull.generations = m.unpack(reply.generations, "u8", count=pages)
-            pull.roots = m.unpack(reply.roots, "u8", count=pages)
-            pull.link.welcome.geometry.payload_offsets(pull.records)
+            pull.unpack(self.layout, self.fingerprint, self.rank)
         except OasisError as error:
             self._give_up(pull, error)
             return
-        pull.bytes_by_phase["manifest"] = len(m.encode(reply))
+        n = len(m.encode(reply))
+        pull.bytes_by_phase["manifest"] += n
+        self.totals["bytes_manifest"] += n
         pull.deadline = float("inf")  # from here the lease and the reads have deadlines of their own
         pull.state = READY
 
     # -- reading ------------------------------------------------------------------------------------------------
 
-    def _fetch(self, pull: Pull, pages: np.ndarray, write_row, vacant: Event | None) -> None:
-        if pull.state != READY or pull.cancelled:
+    def _fetch(self, pull: Pull, destination: Destination, write_row, vacant: Event | None) -> None:
+        with pull.lock:
+            if pull.state != READY or pull.cancelled:
+                return
+            jobs = destination.start(pull)
+            pull.destination, pull.write_row, pull.vacant, pull.state = destination, write_row, vacant, PULLING
+        self._read(pull, jobs)
+
+    def _read(self, pull: Pull, jobs: list[Job]) -> None:
+        """Reads what its admission needs next."""
+        pull.unfinished = len(jobs)
+        for job in jobs:
+            self.reader.add(job)
+        if not jobs:
+            self._advance(pull)
+
+    def _finished(self, job: Job) -> None:
+        pull = job.pull
+        with pull.lock:
+            if not pull.wanted:
+                return
+            job.finished()
+        if pull.state == SERVING:
+            self._report(pull)
             return
-        if len(pages) != len(pull.records):
-            self._give_up(pull, RoomFailed("prefill and decode disagree on the prompt", room=pull.room, peer=pull.source,
-                                           limit=f"{len(pages)} pages here, {len(pull.records)} committed"))
-            return
-        pull.pages, pull.write_row, pull.vacant, pull.state = pages, write_row, vacant, PULLING
-        self.reader.add(pull)
+        pull.unfinished -= 1
+        if not pull.unfinished:
+            self._advance(pull)
+
+    def _advance(self, pull: Pull) -> None:
+        """All that its destination asked for so far is there."""
+        with pull.lock:
+            if not pull.wanted:
+                return
+            jobs = pull.destination.more(pull)
+            if not jobs:
+                pull.write_row(pull.manifest.metadata)
+                self.totals["admitted"] += 1
+                pull.admit()
+        if jobs:
+            self._read(pull, jobs)
+        elif pull.state == SERVING:
+            self._report(pull)
+        else:
+            self._finish(pull)
+
+    def _demand(self, pull: Pull, job: Job) -> None:
+        if pull.state == SERVING and not pull.released:
+            self.totals["demands"] += 1
+            self.totals["demanded_items"] += len(job.offsets)
+            self.reader.add(job)
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
     def _give_up(self, pull: Pull, error: OasisError) -> None:
         if pull.state in (DONE, FAILED):
             return
+        if pull.released:
+            self._release(pull)
+            return
         if pull.state == AWAITING and pull.link.error is None:
-            self._tell(pull.link, m.Cancel, dict(room=pull.room, rank=self.rank))
+            pull.link.request(m.Cancel, dict(room=pull.room, rank=self.rank), lambda reply: None,
+                              deadline=time.monotonic() + self.limits.silence_seconds)
         self._refuse(pull, error)
         self._finish(pull)
 
     def _refuse(self, pull: Pull, error: OasisError) -> None:
         self.totals[f"failed_{pull.state}"] += 1
+        self.totals["failed"] += 1
         pull.error = error
         pull.state = FAILED
-        self.totals["failed"] += 1
+
+    def _release(self, pull: Pull) -> None:
+        if pull.state == SERVING:
+            self.totals["released"] += 1
+            pull.state = DONE
+            self._finish(pull)
 
     def _finish(self, pull: Pull) -> None:
+        if pull.manifest is not None:
+            self._report(pull)
         self.live.discard(pull)
         if pull.manifest is not None:
-            if pull.link.error is None:
-                self._tell(pull.link, m.Release, dict(leases=m.pack([pull.manifest.lease], "u8")))
-            self.reports[pull.rid or str(pull.room)] = pull.report(self.layout.token_bytes)
-            while len(self.reports) > REPORTED_REQUESTS:
-                self.reports.popitem(last=False)
+            self.leases.release(pull.link, pull.manifest.lease)
 
-    def _admitted(self, pull: Pull) -> None:
-        self.totals["admitted"] += 1
-        for phase, n in pull.bytes_by_phase.items():
-            self.totals[f"bytes_{phase}"] += n
-        self._finish(pull)
-
-    def _tell(self, link: TierLink, make: type, fields: dict) -> None:
-        link.request(make, fields, lambda reply: None, deadline=time.monotonic() + self.limits.silence_seconds)
-
-    def _renew(self, now: float) -> None:
-        """One message per tier keeps all its leases alive, and tells a dead tier from a slow one."""
-        pause = min((link.welcome.lease_seconds / 3 for link in self.links.values() if link.welcome), default=1.0)
-        for link in self.links.values():
-            if link.welcome is None or link.error is not None:
-                continue
-            held = [p for p in self.live if p.link is link and p.manifest is not None]
-            sent = now
-            link.request(m.Renew, dict(leases=m.pack([p.manifest.lease for p in held], "u8")),
-                         lambda reply, held=held, link=link: self._renewed(held, link, sent, reply), deadline=now + self.limits.silence_seconds)
-        self._renew_at = now + max(0.1, pause)
-
-    def _renewed(self, held: list[Pull], link: TierLink, sent: float, reply: m.Reply | OasisError) -> None:
-        if isinstance(reply, OasisError):
-            return  # the link fails and takes its pulls along
-        gone = set(m.unpack(reply.gone, "u8").tolist())
-        for pull in held:
-            if pull.manifest.lease in gone:
-                self._give_up(pull, LeaseExpired("the tier ended the lease", room=pull.room, peer=link.peer))
-            else:
-                pull.lease_expires = sent + link.welcome.lease_seconds
+    def _report(self, pull: Pull) -> None:
+        name = pull.rid or str(pull.room)
+        self.reports.pop(name, None)
+        self.reports[name] = pull.report(self.layout.token_bytes)
+        if len(self.reports) > REPORTED_REQUESTS:
+            del self.reports[next(iter(self.reports))]
 
     def _shorten(self, source: str) -> None:
         soon = time.monotonic() + self.limits.silence_seconds

@@ -26,7 +26,9 @@ def check_pool(pool, summary) -> None:
     """Raises ``ConfigError`` naming the field for a KV pool that records cannot describe."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
-    if type(pool) is not MHATokenToKVPool:
+    from decode_node.pool import CompactPool
+
+    if type(pool) not in (MHATokenToKVPool, CompactPool):
         raise ConfigError(f"Oasis needs SGLang's plain MHA KV pool, this model uses {type(pool).__name__} (MLA, SWA and mamba models are refused)")
     if pool.head_dim != pool.v_head_dim:
         raise ConfigError(f"Oasis needs equal head dimensions of K and V (head_dim {pool.head_dim}, v_head_dim {pool.v_head_dim})")
@@ -94,7 +96,9 @@ def bind_prefill(manager, queue) -> None:
             return None
         return chain_seed(layout, fingerprint, manager.attn_tp_rank, manager.cache_epoch, req.extra_key or "", req.cache_salt or "", req.lora_id or "")
 
-    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify)
+    # Keys stored as codes cannot be attended to.
+    tap = getattr(scheduler.tp_worker.model_runner, "oasis_tap", None) if pool.k_buffer[0].is_floating_point() else None
+    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify, tap)
     geometry = publisher.client.welcome.geometry
     log.info("prefill rank %d publishes to %s: %d records of %d bytes", manager.attn_tp_rank, options.tier, geometry.num_records, layout.payload_bytes)
 
@@ -115,10 +119,27 @@ def _patiently(attach, seconds: float):
             time.sleep(0.2)
 
 
+def make_coordinator(runner):
+    """The coordinator of a decode server with working sets, before its attention back end is built. Raises ``ConfigError``."""
+    from sglang.srt.runtime_context import get_memory
+
+    from decode_node.budget import make_budget
+    from decode_node.coordinator import Coordinator
+    from decode_node.pool import CompactAllocator, CompactPool
+
+    options = config.load(get_memory().hisparse_config)
+    pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
+    if type(pool) is not CompactPool or type(allocator) is not CompactAllocator:
+        raise ConfigError(f"Oasis option mode=sparse got {type(pool).__name__} and {type(allocator).__name__}, not its own KV pool and allocator")
+    return Coordinator(runner, make_budget(pool.page_size, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens,
+                                           options.on_miss == "wait"))
+
+
 def bind_decode(manager, queue) -> None:
     """Builds this decode rank's data plane and starts the puller."""
     import torch
 
+    from decode_node.destination import WholePages
     from decode_node.pages import PageSink
     from decode_node.pull import PullLimits
     from decode_node.puller import Puller
@@ -126,15 +147,17 @@ def bind_decode(manager, queue) -> None:
     from transport.planes import incarnation, make_plane
     from transport.staging import Staging
 
-    scheduler, pool, options, _, layout, fingerprint, node, export = _common(manager, queue, "decode")
+    scheduler, pool, options, summary, layout, fingerprint, node, export = _common(manager, queue, "decode")
     allocator = queue.token_to_kv_pool_allocator
+    coordinator = scheduler.hisparse_coordinator
     window = max(options.staging_bytes // options.staging_windows, layout.payload_bytes)
     staging = Staging(window, options.staging_windows)
     plane = MeteredPlane(make_plane(options.data_plane, incarnation(f"{node}:{manager.attn_tp_rank}"), staging.region))
+    physical = allocator if coordinator is None else coordinator.physical
     peaks = {"kv_pool_tokens_peak": 0}
 
     def sample() -> None:
-        peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], allocator.size - allocator.available_size())
+        peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], physical.size - physical.available_size())
 
     def written() -> torch.cuda.Event | None:
         """An event after which pages that SGLang has freed are written no more: with overlap the forward of a request
@@ -146,25 +169,80 @@ def bind_decode(manager, queue) -> None:
         return event
 
     def exported(totals, gauges) -> None:
-        export(totals, {**gauges, "host_bytes": staging.region.nbytes, "kv_pool_tokens": allocator.size - allocator.available_size()})
+        export(totals, {**gauges, "host_bytes": staging.region.nbytes, "kv_pool_tokens": physical.size - physical.available_size()})
 
+    sink = PageSink(pool.k_buffer, pool.v_buffer, layout)
     puller = Puller(
         node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint,
-        sink=PageSink(pool.k_buffer, pool.v_buffer, layout), plane=plane, staging=staging, resolve=manager.resolve, forget=manager.forget,
+        plane=plane, staging=staging, resolve=manager.resolve, forget=manager.forget,
         limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds, options.hold_reads_file), sample=sample, export=exported)
 
     def report() -> dict:
         return {
             "config": msgspec.to_builtins(options), "layout": msgspec.to_builtins(layout), "fingerprint": fingerprint,
             "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.reader.staged_peak,
-            "kv_pool_tokens": allocator.size - allocator.available_size(), **peaks,
+            "kv_pool_tokens": physical.size - physical.available_size(), **peaks,
             "staging": {"free": staging.free, "leased": staging.leased, "quarantined": staging.quarantined},
             "flights": len(puller.reader.flights),
             "plane": {"kind": plane.kind, "requested_bytes": sum(plane.requested.values()), "landed_bytes": sum(plane.landed.values()),
-                      "reads": plane.reads, "descriptors": plane.descriptors}}
+                      "reads": plane.reads, "descriptors": plane.descriptors},
+            **({} if coordinator is None else {"working_sets": coordinator.report()})}
 
-    manager.bind(puller, layout, fingerprint, report, written)
+    if coordinator is None:
+        def fetch(req, pull, pages, write_row) -> None:
+            puller.fetch(pull, WholePages(sink, layout, pages), write_row, written())
+    else:
+        query_heads = scheduler.model_config.num_attention_heads // manager.attn_tp_size
+        fetch = _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written)
+    manager.bind(puller, layout, fingerprint, report, fetch)
     log.info("decode rank %d pulls over %s into %d windows of %d bytes", manager.attn_tp_rank, plane.kind, options.staging_windows, window)
+
+
+def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written):
+    """Completes the coordinator. Returns ``fetch(req, pull, pages, write_row)`` for receivers. Raises ``ConfigError``."""
+    from decode_node.admission import PieceReads, SelectedBlocks
+    from decode_node.destination import WholePages
+    from decode_node.host_cache import HostCache
+    from decode_node.pieces import PoolPieces
+    from decode_node.stepper import Stepper
+    from decode_node.working_set import WorkingSets
+    from oasis_sglang.trace import Trace
+
+    budget, page = coordinator.budget, layout.block_tokens
+    blocks = coordinator.max_blocks
+    one = (blocks if options.admission == "full" else budget.working) * layout.payload_bytes
+    if options.host_cache_bytes < one:
+        raise ConfigError(f"Oasis option host_cache_bytes={options.host_cache_bytes} is smaller than one admission", limit=f"{one} bytes")
+    # A selecting request holds all of working + tail pages, unless it asked for a smaller budget.
+    most = coordinator.physical.size // page // (budget.sink + budget.recent + 1 + budget.tail)
+    count = max(1, min(coordinator.req_to_token.shape[0], most))
+    device = coordinator.pool.device
+    sets = WorkingSets(layout, summary, sets=count, blocks=blocks, working=budget.working, sink=budget.sink, recent=budget.recent, device=device)
+    cache = HostCache(count, layout.pieces, blocks, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)
+    pieces = PoolPieces(coordinator.pool.kv, layout)
+    reads = PieceReads(layout, cache, sets)
+    stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, group=query_heads // layout.kv_heads, scale=layout.head_dim**-0.5,
+                      cap=options.fetch_blocks_per_step, wait_seconds=options.wait_seconds,
+                      pull=lambda entry, which, of: puller.demand(entry.pull, reads.job(entry, "on_demand", which, of)))
+    rows: dict[int, object] = {}
+
+    def admit(entry) -> None:
+        row = rows.pop(entry.row)
+        if entry.set is None:
+            pages = entry.pages[: -(-entry.prompt // page)]
+            puller.fetch(entry.pull, WholePages(sink, layout, pages), row, written())
+        else:
+            puller.fetch(entry.pull, SelectedBlocks(entry, reads, pieces, sink, whole_cache=options.admission == "full"), row, written())
+
+    def fetch(req, pull, pages, write_row) -> None:
+        rows[req.kv.req_pool_idx] = write_row
+        coordinator.reserve(req, pull)
+
+    coordinator.bind(pieces=pieces, sets=sets, cache=cache, stepper=stepper, puller=puller, admit=admit,
+                     trace=Trace(options.trace_dir) if options.trace_dir else None)
+    log.info("decode keeps %d blocks of %d tokens per layer and KV head, tails of %d pages, %d working sets, a host cache of %d pieces; "
+             "no radix cache on this node", budget.working, page, budget.tail, count, cache.capacity)
+    return fetch
 
 
 def report(scheduler) -> dict:

@@ -22,41 +22,73 @@ ACTIVE_ENV = "SGLANG_OASIS_ACTIVE"
 class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker's options; every field is an option of the same name.
 
-    tier: unix socket of the node's tier (prefill). data_plane: nixl | zmq | loopback (decode; the tier must serve it).
-    admission: full = pull every block before decoding. summary: kind built at publication, "none" for none.
-    staging_bytes, staging_windows: host memory that reads land in. reserve_seconds: how long a prompt may wait for
-    room in the arena. await_seconds: how long decode waits for prefill's commit. read_seconds: one window's deadline.
-    silence_seconds: a tier that answers nothing for so long is dead. tier_start_seconds: how long to wait for the tier
-    at start. hold_reads_file: fault tests only, decode starts no read while this file exists.
+    Both: node: its name (default: the host's). summary: kind built at publication and used for scoring, "none" for none.
+    trace_dir: tests only, taps write what they see there.
+
+    Prefill: tier: unix socket of the node's tier. reserve_seconds: how long a prompt may wait for room in the arena.
+    tier_start_seconds: how long to wait for the tier at start.
+
+    Decode, the working set:
+    mode: sparse = attend over a working set of blocks, exact = over all of them, as SGLang does.
+    budget_tokens: tokens of prompt and folded blocks that a request keeps in the KV pool, for each layer and KV head; the
+    first sink_tokens and the last recent_tokens of them always are. tail_tokens: what it keeps beside them, the partial
+    page of the prompt and the newest generated tokens. admission: selected = pull only the working set before decoding,
+    full = pull every block into the host cache first. on_miss: what happens when a step needs blocks that are not on this
+    node: defer = go on without them and have them for a later step, wait = the request (no other) waits for them at the
+    step boundary, at most wait_seconds. fetch_blocks_per_step: new blocks pulled per step, layer and KV head at most, 0 =
+    no limit. host_cache_bytes: host memory for pieces pulled and for sealed generated blocks. inner_backend: SGLang's
+    attention backend inside ours ("": the one that SGLang would choose).
+
+    Decode, the transfer: data_plane: nixl | zmq (the tier must serve it). staging_bytes, staging_windows: host memory that
+    reads land in. await_seconds: how long to wait for prefill's commit. read_seconds: one window's deadline.
+    silence_seconds: a tier that answers nothing for so long is dead. hold_reads_file: fault tests only, no read starts
+    while this file exists.
     """
 
     tier: str = ""
     node: str = ""
     data_plane: str = "nixl"
-    admission: str = "full"
+    mode: str = "sparse"
+    admission: str = "selected"
+    on_miss: str = "defer"
+    budget_tokens: int = 1024
+    sink_tokens: int = 16
+    recent_tokens: int = 64
+    tail_tokens: int = 256
+    fetch_blocks_per_step: int = 2
+    wait_seconds: float = 2.0
+    host_cache_bytes: int = 2 << 30
+    inner_backend: str = ""
     summary: str = "mean_var_int8"
     staging_bytes: int = 64 << 20
-    staging_windows: int = 4
+    staging_windows: int = 8
     reserve_seconds: float = 30.0
     await_seconds: float = 300.0
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
     tier_start_seconds: float = 60.0
     hold_reads_file: str = ""
+    trace_dir: str = ""
 
     def validate(self, role: str) -> OasisConfig:
         """Raises ``ConfigError`` naming the option."""
         from oasis_sglang.selection import SUMMARY_NAMES
 
-        choices = {"data_plane": ("nixl", "zmq"), "admission": ("full",), "summary": (*SUMMARY_NAMES, "none")}
+        choices = {"data_plane": ("nixl", "zmq"), "mode": ("sparse", "exact"), "admission": ("selected", "full"),
+                   "on_miss": ("defer", "wait"), "summary": (*SUMMARY_NAMES, "none")}
         for option, allowed in choices.items():
             if getattr(self, option) not in allowed:
                 raise ConfigError(f"Oasis option {option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")
-        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds", "tier_start_seconds"):
+        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds",
+                       "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes"):
             if not 0 < getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must be positive")
+        if self.fetch_blocks_per_step < 0:
+            raise ConfigError("Oasis option fetch_blocks_per_step must not be negative (0: no limit)")
         if role == "prefill" and not self.tier:
             raise ConfigError("Oasis option tier is missing: the unix socket of this node's `oasis tier`")
+        if role == "decode" and self.mode == "sparse" and self.summary == "none":
+            raise ConfigError("Oasis option mode=sparse needs block summaries: set summary on both workers, or mode=exact")
         return self
 
 
@@ -74,7 +106,7 @@ def parse_size(text: object) -> int:
 def plain(options: dict) -> dict:
     """The options as fields: hyphens in names become underscores, sizes with a unit become bytes. Raises ``ConfigError``."""
     fields = {name.replace("-", "_"): value for name, value in options.items()}
-    for name in ("staging_bytes",):
+    for name in ("staging_bytes", "host_cache_bytes"):
         if isinstance(fields.get(name), str):
             fields[name] = parse_size(fields[name])
     return fields

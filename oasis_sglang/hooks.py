@@ -6,13 +6,21 @@
 | PrefillBootstrapQueue._init_kv_manager   | oasis prefill       | hand the KV pool to our manager                         |
 | PrefillBootstrapQueue.create_sender      | oasis prefill       | the sender needs the prompt's tokens for content hashes |
 | DecodePreallocQueue._init_kv_manager     | oasis decode        | hand the KV pool to our manager                         |
-| DecodePreallocQueue._create_receiver_... | oasis decode        | reports carry the request id                            |
+| DecodePreallocQueue._create_receiver_... | oasis decode        | what it may hold is its own                              |
+| Req._compute_max_prefix_len              | oasis prefill       | the prompt's last queries must be computed to rank KV   |
 | get_internal_state                       | oasis server        | counters in /server_info                                |
 | flush_cache_after_weight_update          | oasis prefill       | KV of the old weights must not be found in the tier     |
+| validate_hisparse                        | sparse decode       | SGLang admits only its own sparse models to this shape  |
+| KVCacheConfigurator._resolve_kv_pool_... | sparse decode       | our KV pool                                             |
+| KVCacheConfigurator._build_token_to_k... | sparse decode       | our allocator, as many logical ids as requests can need |
+| KVCacheConfigurator.logical_token_cap... | sparse decode       | length limits count logical ids, not slots              |
+| ModelRunner.maybe_init_hisparse_coord... | sparse decode       | our coordinator                                         |
+| Scheduler.update_running_batch           | sparse decode       | a request waits for its misses, or ends with its tier   |
+| ...DecodeMixin._get_new_prebuilt_batch   | sparse decode       | a request that waits is not run                         |
 | the CPU runtime's hooks                  | no GPU              | see ``oasis_sglang/cpu/hooks.py``                       |
 
-Public registrations beside them: the back end's name and the ``handle_pd_disaggregation`` resolution step
-(``plugin.py``). Hooks are inert in servers that did not choose the ``oasis`` back end.
+Public registrations beside them: the back end's name, the ``handle_pd_disaggregation`` resolution step (``plugin.py``)
+and the attention back ends' factories (``attention.py``). Hooks are inert in servers that did not choose the ``oasis`` back end.
 """
 
 from __future__ import annotations
@@ -88,8 +96,22 @@ def sender(original, queue, req, num_kv_heads):
 def receiver(original, queue, req, is_rebootstrap=False):
     decode_req = original(queue, req, is_rebootstrap=is_rebootstrap)
     if hasattr(decode_req.kv_receiver, "pull"):
-        decode_req.kv_receiver.rid = req.rid
+        decode_req.kv_receiver.req = req
     return decode_req
+
+
+def prefix_limit(original, req, input_len):
+    """A radix hit ends before the tokens whose queries rank the prompt's blocks."""
+    limit = original(req, input_len)
+    if not config.active():
+        return limit
+    from sglang.srt.runtime_context import get_disagg
+
+    if get_disagg().disaggregation_mode != "prefill":
+        return limit
+    from prefill_node.query_tap import WINDOW
+
+    return max(0, min(limit, len(req.origin_input_ids) - WINDOW))
 
 
 def internal_state(result, controller, recv_req):
@@ -107,7 +129,85 @@ def weights_changed(result, updater, recv_req, success, message):
     return result
 
 
+# -- the sparse decode node ---------------------------------------------------------------------------------------
+
+
+def sparse_decode() -> bool:
+    """Whether this server holds working sets. The resolution step alone turns ``enable_hisparse`` on."""
+    from sglang.srt.runtime_context import get_memory
+
+    return config.active() and get_memory().enable_hisparse
+
+
+def validate_hisparse(original, server_args):
+    if not config.active():
+        return original(server_args)
+    from sglang.srt.arg_groups.hisparse_hook import validate_hisparse_feature_combos
+
+    return validate_hisparse_feature_combos(server_args)
+
+
+def kv_pool_class(original, configurator, *, kind, default):
+    if kind != "mha" or configurator.is_draft_worker or not sparse_decode():
+        return original(configurator, kind=kind, default=default)
+    from decode_node.pool import CompactPool
+
+    return CompactPool
+
+
+def allocator(original, configurator, **kwargs):
+    if configurator.is_draft_worker or not sparse_decode():
+        return original(configurator, **kwargs)
+    from sglang.srt.mem_cache import kv_cache_configurator as module
+
+    from decode_node.pool import CompactAllocator, logical_ratio
+
+    table = kwargs["req_to_token_pool"].req_to_token
+    CompactAllocator.ratio = logical_ratio(*table.shape, kwargs["sizes"].max_total_num_tokens)
+    stock = module.HiSparseTokenToKVPoolAllocator
+    module.HiSparseTokenToKVPoolAllocator = lambda size, **rest: CompactAllocator(size, **{**rest, "host_to_device_ratio": CompactAllocator.ratio})
+    try:
+        return original(configurator, **kwargs)
+    finally:
+        module.HiSparseTokenToKVPoolAllocator = stock
+
+
+def logical_token_capacity(original, configurator, *, max_total_num_tokens):
+    capacity = original(configurator, max_total_num_tokens=max_total_num_tokens)
+    if configurator.is_draft_worker or not sparse_decode():
+        return capacity
+    from decode_node.pool import CompactAllocator
+
+    return capacity * CompactAllocator.ratio
+
+
+def coordinator(original, runner):
+    if not runner.enable_hisparse or not sparse_decode():
+        return original(runner)
+    from oasis_sglang.binding import make_coordinator
+
+    runner.hisparse_coordinator = make_coordinator(runner)
+
+
+def running_batch(original, scheduler, batch):
+    if config.active() and scheduler.enable_hisparse:
+        from decode_node.boundary import hold_back
+
+        hold_back(scheduler, batch)
+    return original(scheduler, batch)
+
+
+def prebuilt_batch(original, scheduler, batch):
+    if not (config.active() and scheduler.enable_hisparse):
+        return original(scheduler, batch)
+    from decode_node.boundary import without_blocked
+
+    with without_blocked(scheduler):
+        return original(scheduler, batch)
+
+
 _PD = "sglang.srt.disaggregation"
+_KV = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 HOOKS: tuple[Hook, ...] = (
     Hook(Seam(f"{_PD}.utils.get_kv_class", ("transfer_backend", "class_type")), kv_class, "around"),
@@ -115,8 +215,17 @@ HOOKS: tuple[Hook, ...] = (
     Hook(Seam(f"{_PD}.prefill.PrefillBootstrapQueue.create_sender", ("self", "req", "num_kv_heads")), sender, "around"),
     Hook(Seam(f"{_PD}.decode.DecodePreallocQueue._init_kv_manager", ("self",)), decode_manager, "around"),
     Hook(Seam(f"{_PD}.decode.DecodePreallocQueue._create_receiver_and_enqueue", ("self", "req", "is_rebootstrap")), receiver, "around"),
+    Hook(Seam("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", ("self", "input_len")), prefix_limit, "around"),
     Hook(Seam("sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
               ("self", "recv_req")), internal_state, "after"),
     Hook(Seam("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",
               ("self", "recv_req", "success", "message")), weights_changed, "after"),
+    Hook(Seam("sglang.srt.arg_groups.hisparse_hook.validate_hisparse", ("server_args",)), validate_hisparse, "around"),
+    Hook(Seam(f"{_KV}._resolve_kv_pool_class", ("self", "kind", "default")), kv_pool_class, "around"),
+    Hook(Seam(f"{_KV}._build_token_to_kv_pool_allocator",
+              ("self", "sizes", "token_to_kv_pool", "is_dsv4_model", "req_to_token_pool", "token_to_kv_pool_allocator")), allocator, "around"),
+    Hook(Seam(f"{_KV}.logical_token_capacity", ("self", "max_total_num_tokens")), logical_token_capacity, "around"),
+    Hook(Seam("sglang.srt.model_executor.model_runner.ModelRunner.maybe_init_hisparse_coordinator", ("self",)), coordinator, "around"),
+    Hook(Seam("sglang.srt.managers.scheduler.Scheduler.update_running_batch", ("self", "batch")), running_batch, "around"),
+    Hook(Seam(f"{_PD}.decode.SchedulerDisaggregationDecodeMixin._get_new_prebuilt_batch", ("self", "running_batch")), prebuilt_batch, "around"),
 )

@@ -23,8 +23,10 @@ def load() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from oasis_sglang import attention
     from oasis_sglang.hooks import HOOKS
 
+    attention.install()
     add_disagg_transfer_backend_choices([BACKEND])
     register_resolution_hook("handle_pd_disaggregation")(resolve_arguments)
     hooks = [(hook.seam.target, hook.function, hook.kind) for hook in HOOKS]
@@ -63,15 +65,38 @@ def resolve_arguments(server_args, previous) -> None:
     if view.disaggregation_mode not in ("prefill", "decode"):
         raise ConfigError("--disaggregation-transfer-backend oasis needs --disaggregation-mode prefill or decode")
     _refuse_unsupported(view)
-    config.load(view.hisparse_config).validate(view.disaggregation_mode)
+    options = config.load(view.hisparse_config).validate(view.disaggregation_mode)
     check_model_path(view.model_path)
     os.environ[config.ACTIVE_ENV] = "1"
     declared = {"disaggregation_transfer_backend": "nixl"}
-    if view.disaggregation_mode == "decode" and view.disaggregation_decode_retraction_backup in (None, "host_pool"):
-        # The default would build SGLang's host cache beside ours: twice the host memory.
-        declared["disaggregation_decode_retraction_backup"] = "cpu_tensor"
+    if view.disaggregation_mode == "decode":
+        if view.disaggregation_decode_retraction_backup in (None, "host_pool"):
+            # The default would build SGLang's host cache beside ours: twice the host memory.
+            declared["disaggregation_decode_retraction_backup"] = "cpu_tensor"
+        if options.mode == "sparse":
+            declared |= _sparse_decode(view, options)
+    elif options.summary != "none":
+        declared["disable_prefill_cuda_graph"] = True  # the query tap is Python around each layer
     declare_resolution(server_args, BACKEND, **declared)
     previous(server_args)
+
+
+def _sparse_decode(view, options: config.OasisConfig) -> dict:
+    """What a decode server with working sets has to be told. Raises ``ConfigError``."""
+    from decode_node.budget import make_budget
+
+    make_budget(view.page_size or 1, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens, options.on_miss == "wait")
+    refused = {"speculative_algorithm": view.speculative_algorithm, "enable_mixed_chunk": view.enable_mixed_chunk, "enable_pdmux": view.enable_pdmux,
+               "enable_two_batch_overlap": view.enable_two_batch_overlap}
+    for option, value in refused.items():
+        if value:
+            raise ConfigError(f"Oasis option mode=sparse does not support {option}={value!r}; use mode=exact")
+    if options.on_miss == "wait" and not view.disable_overlap_schedule:
+        raise ConfigError("Oasis option on_miss=wait needs --disable-overlap-schedule: a request can only wait between steps")
+    declared = {"enable_hisparse": True, "disable_decode_cuda_graph": True}  # the tap is Python around each layer
+    if options.inner_backend:
+        declared |= {"attention_backend": options.inner_backend, "decode_attention_backend": None, "prefill_attention_backend": None}
+    return declared
 
 
 def _refuse_unsupported(view) -> None:

@@ -19,6 +19,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, Commo
 from sglang.srt.utils.network import NetworkAddress
 
 from prefill_node import publisher as p
+from prefill_node.query_tap import QueryTap
 from transport.errors import ConfigError, RoomFailed
 
 log = logging.getLogger("oasis.prefill")
@@ -30,13 +31,15 @@ class OasisPrefillManager(CommonKVManager):
     def __init__(self, args, disaggregation_mode, server_args, is_mla_backend=False):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.publisher: p.Publisher | None = None
+        self.tap: QueryTap | None = None
         self.identify = None
         self.cache_epoch = ""
         """Part of every hash chain. Changes with the weights: what the tier holds of before is not found any more."""
 
-    def bind(self, publisher: p.Publisher, peer_row: dict, identify) -> None:
-        """``peer_row``: what decode ranks are told, less the tier's address; ``identify(req)`` -> chain seed or None."""
-        self.publisher, self.peer_row, self.identify = publisher, peer_row, identify
+    def bind(self, publisher: p.Publisher, peer_row: dict, identify, tap: QueryTap | None = None) -> None:
+        """``peer_row``: what decode ranks are told, less the tier's address; ``identify(req)`` -> chain seed or None;
+        ``tap``: on this rank's attention, None: prompts are published without a ranking."""
+        self.publisher, self.peer_row, self.identify, self.tap = publisher, peer_row, identify, tap
         publisher.on_attach = self._announce
         self._announce(publisher.client.welcome)
         publisher.start()
@@ -78,9 +81,11 @@ class OasisSender(CommonKVSender):
         # The base class keys its states by room in a dictionary, where two requests with one room would mix.
         mgr.request_status.pop(bootstrap_room, None)
         self.publication: p.Publication | None = None
+        self.rid = ""
 
     def open(self, req) -> None:
         """Called once the sender belongs to ``req``: starts the reservation."""
+        self.rid = req.rid
         tokens = np.asarray(req.origin_input_ids, dtype=np.int64)
         self.publication = self.kv_mgr.publisher.publish(self.bootstrap_room, tokens, self.kv_mgr.identify(req))
 
@@ -95,7 +100,9 @@ class OasisSender(CommonKVSender):
             self.kv_mgr.publisher.send(pub, np.array(kv_indices, dtype=np.int64), first, num_kv_tokens, event)
             self._record_transfer_indices(kv_indices, None)
         if self.curr_idx == self.num_kv_indices:
-            self.kv_mgr.publisher.commit(pub, self.kv_mgr.metadata_row(self.aux_index))
+            tap = self.kv_mgr.tap
+            queries, scale = (None, 1.0) if tap is None else (tap.take(self.rid, len(pub.tokens)), tap.scale)
+            self.kv_mgr.publisher.commit(pub, self.kv_mgr.metadata_row(self.aux_index), queries, scale)
 
     def poll(self) -> int:
         if self.conclude_state is None:
@@ -116,6 +123,8 @@ class OasisSender(CommonKVSender):
         self.conclude_state = KVPoll.Failed
 
     def abort_publication(self, reason: str) -> None:
+        if self.kv_mgr.tap is not None:
+            self.kv_mgr.tap.drop(self.rid)
         if self.publication is not None:
             self.kv_mgr.publisher.cancel(self.publication, reason)
 

@@ -1,4 +1,4 @@
-"""From SGLang's KV pool to records: gather pages, summarise, checksum, copy into the arena."""
+"""From SGLang's KV pool to records: gather pages, checksum their pieces, copy payload and index into the arena."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from transport.arena import Arena
-from transport.integrity import roots
+from transport.integrity import index_rows, piece_digests, roots
 from transport.layout import ArenaGeometry, KVLayout
 
 
@@ -37,28 +37,29 @@ class PageSource:
 
 
 class ArenaWriter:
-    """Writes payloads and summaries into a mapped arena."""
+    """Writes payloads and indexes into a mapped arena."""
 
     def __init__(self, arena: Arena, geometry: ArenaGeometry, layout: KVLayout):
         self.layout = layout
         self.payloads = arena.bytes[: geometry.num_records * geometry.payload_stride].reshape(geometry.num_records, geometry.payload_stride)
-        end = geometry.summary_base + geometry.num_records * geometry.summary_stride
-        self.summaries = arena.bytes[geometry.summary_base : end].reshape(geometry.num_records, geometry.summary_stride)
+        end = geometry.index_base + geometry.num_records * geometry.index_stride
+        self.indexes = arena.bytes[geometry.index_base : end].reshape(geometry.num_records, geometry.index_stride)
 
     def write(self, records: np.ndarray, generations: np.ndarray, block: torch.Tensor, summaries: torch.Tensor | None) -> np.ndarray:
-        """Copies gathered pages into ``records`` int64 [n]; returns their roots uint64 [n], taken from the source.
+        """Copies gathered pages and their indexes into ``records`` int64 [n] with ``generations`` uint64 [n]; returns their
+        roots uint64 [n], taken from the source.
 
-        ``block``: contiguous CPU tensor as ``PageSource.gather`` returns it; ``summaries``: uint8 CPU [n, pieces, bytes].
+        ``block``: contiguous CPU tensor as ``PageSource.gather`` returns it; ``summaries``: uint8 CPU
+        [n, layers, kv_heads, summary_bytes], None if the layout has none.
         """
         n = len(records)
         payload = block.reshape(n, -1).view(torch.uint8).numpy()
-        checksums = roots(payload, generations)
-        summary = None if summaries is None else summaries.reshape(n, -1).numpy()
+        digests = piece_digests(payload, generations, self.layout.pieces)
+        index = index_rows(digests, None if summaries is None else summaries.reshape(n, -1).numpy(), generations, self.layout)
         # The allocator hands out runs: a few large copies instead of one per record.
         for run in np.split(np.arange(n), np.flatnonzero(np.diff(records) != 1) + 1):
             span = slice(int(records[run[0]]), int(records[run[-1]]) + 1)
             part = slice(int(run[0]), int(run[-1]) + 1)
             self.payloads[span, : payload.shape[1]] = payload[part]
-            if summary is not None:
-                self.summaries[span, : summary.shape[1]] = summary[part]
-        return checksums
+            self.indexes[span, : index.shape[1]] = index[part]
+        return roots(digests, generations)

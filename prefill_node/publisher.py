@@ -1,7 +1,8 @@
 """Publishing: one thread per prefill rank moves finished pages from the KV pool into the tier's arena.
 
 The scheduler thread never waits for the tier: it posts work and polls ``Publication.state``. The one exception is
-``cancel``, which waits for the copy of at most one batch, because the pool's pages are reused the moment it returns.
+``cancel``, which waits for one copied batch or one ranking at most, because the pool's pages are reused the moment it
+returns.
 
     OPENING --reserved--> OPEN --chunks copied, commit acknowledged--> COMMITTED
         `---------------------`--> FAILED (``error`` says why)
@@ -31,6 +32,8 @@ log = logging.getLogger("oasis.publisher")
 
 OPENING, OPEN, COMMITTED, FAILED = "opening", "open", "committed", "failed"
 BATCH_BYTES = 16 << 20
+RANKED_BLOCKS = 256
+"""Blocks per (layer, KV head) that a manifest ranks at most."""
 RETRY_SECONDS = 0.02
 REATTACH_SECONDS = 1.0
 
@@ -38,6 +41,7 @@ REATTACH_SECONDS = 1.0
 @dataclass(eq=False)
 class Publication:
     """One request on one rank. ``tokens`` int64 [prompt]; ``seed`` starts its hash chain, None = never shared.
+    ``pool_pages`` int64 [pages]: where in the KV pool each page of the prompt lies, known once it was sent.
 
     Owner: the sender that posted it; the publisher's thread alone writes ``state`` and the arrays.
     """
@@ -55,6 +59,7 @@ class Publication:
     generations: np.ndarray | None = None
     roots: np.ndarray | None = None
     fresh: np.ndarray | None = None
+    pool_pages: np.ndarray | None = None
     copied_bytes: int = 0
 
 
@@ -72,7 +77,7 @@ class Publisher:
         self.rank = hello["rank"]
         self.reserve_seconds = reserve_seconds
         self.on_attach, self.export = on_attach, export
-        self.totals: Counter[str] = Counter()
+        self.totals: Counter[str] = Counter()  # all whole numbers but votes_seconds
         self.live: set[Publication] = set()
         self._waiting: list[Publication] = []
         self._orphans: list[int] = []
@@ -99,8 +104,10 @@ class Publisher:
         that must have happened before they are read (None: they are complete)."""
         self._inbox.put((self._copy, pub, pages, first, tokens, ready))
 
-    def commit(self, pub: Publication, metadata: tuple[bytes, ...]) -> None:
-        self._inbox.put((self._commit, pub, metadata))
+    def commit(self, pub: Publication, metadata: tuple[bytes, ...], queries: torch.Tensor | None = None, scale: float = 1.0) -> None:
+        """All pages were sent: publishes the manifest. ``queries`` float [n, layers, query heads, head_dim]: of the prompt's
+        last n tokens, after RoPE, complete, on the pool's device; None: its blocks are not ranked. ``scale``: of the softmax."""
+        self._inbox.put((self._commit, pub, metadata, queries, scale))
 
     def cancel(self, pub: Publication, reason: str) -> None:
         """After it returns the pool's pages are no longer read. Idempotent."""
@@ -187,6 +194,7 @@ class Publisher:
         pub.generations = m.unpack(opened.generations, "u8", count=pub.pages)
         pub.roots = m.unpack(opened.roots, "u8", count=pub.pages).copy()
         pub.fresh = np.frombuffer(opened.fresh, np.uint8).astype(bool)
+        pub.pool_pages = np.full(pub.pages, -1, np.int64)
         pub.state = OPEN
         self.totals["pages_reused"] += int((~pub.fresh).sum())
 
@@ -194,6 +202,7 @@ class Publisher:
         if ready is not None:
             ready.synchronize()
         index = np.arange(first, first + len(pages))
+        pub.pool_pages[index] = pages
         wanted = np.flatnonzero(pub.fresh[index])
         step = max(1, BATCH_BYTES // self.layout.payload_bytes)
         for start in range(0, len(wanted), step):
@@ -208,23 +217,44 @@ class Publisher:
                 self._write(pub, index[part], pages[part], valid)
 
     def _write(self, pub: Publication, index: np.ndarray, pages: np.ndarray, tokens: int) -> None:
-        block = self.source.gather(torch.from_numpy(pages).to(self.source.keys[0].device), tokens)
+        block = self.source.gather(self._on_device(pages), tokens)
         summaries = None
         if self.summary is not None:
             summaries = self.summary.build(block[:, :, :, 0]).cpu()
         records = pub.records[index]
         pub.roots[index] = self.writer.write(records, pub.generations[index], block.cpu(), summaries)
-        written = len(index) * (self.layout.payload_bytes + self.layout.summary_total)
+        written = len(index) * (self.layout.payload_bytes + self.layout.index_bytes)
         pub.copied_bytes += written
         self.totals["pages_published"] += len(index)
         self.totals["bytes_published"] += written
 
-    def _commit(self, pub: Publication, metadata: tuple[bytes, ...]) -> None:
+    def _on_device(self, pages: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(pages).to(self.source.keys[0].device)
+
+    def _commit(self, pub: Publication, metadata: tuple[bytes, ...], queries: torch.Tensor | None, scale: float) -> None:
+        with pub.lock:  # SGLang keeps the pages until we report the commit, but for a cancelled request
+            ranking = b"" if pub.cancelled else self._rank(pub, queries, scale)
+        if pub.cancelled:
+            return
         self.client.call(m.Commit, room=pub.room, rank=self.rank, prompt_tokens=len(pub.tokens),
-                         roots=m.pack(pub.roots, "u8"), metadata=metadata)
+                         roots=m.pack(pub.roots, "u8"), ranking=ranking, metadata=metadata)
         pub.state = COMMITTED
         self.live.discard(pub)
         self.totals["rooms_committed"] += 1
+
+    def _rank(self, pub: Publication, queries: torch.Tensor | None, scale: float) -> bytes:
+        """The manifest's ``ranking``, from the keys of every page of the prompt, also of those that the tier already had."""
+        whole = len(pub.tokens) // self.layout.block_tokens
+        if queries is None or not whole:
+            return b""
+        from oasis_sglang.selection import votes
+
+        start = time.monotonic()
+        mass = votes.vote(queries, self.source.keys, self._on_device(pub.pool_pages), len(pub.tokens), scale)
+        ranking = m.pack(votes.ranking(mass, whole, RANKED_BLOCKS), "u4")
+        self.totals["votes_seconds"] += time.monotonic() - start
+        self.totals["rooms_ranked"] += 1
+        return ranking
 
     def _abandon(self, pub: Publication, error: OasisError) -> None:
         if pub.state in (COMMITTED, FAILED):

@@ -1,8 +1,9 @@
-"""Checksums of records.
+"""Checksums of records, of their pieces and of their index.
 
-A record's *root* is the XXH3-64 of its payload, seeded with its generation: it ties the bytes to one use of the
-record, so a reader notices both damage and a record that was freed and written again. It guards against faults, not
-against an adversary (the control plane's authentication does that).
+Each piece has an XXH3-64 *digest*, seeded with its record's generation: it ties the bytes to one use of the record, so a
+reader that pulled nothing but this piece notices both damage and a record that was freed and written again. The record's
+*root*, in the manifest, is the XXH3-64 of its digests. The index carries its digests and, behind the summaries, a
+checksum of those. All of it guards against faults, not against an adversary (the control plane's authentication does that).
 """
 
 from __future__ import annotations
@@ -11,16 +12,64 @@ import numpy as np
 import xxhash
 
 from transport.errors import IntegrityError
+from transport.layout import KVLayout
 
 
-def roots(payloads: np.ndarray, generations: np.ndarray) -> np.ndarray:
-    """uint64 [n] roots of ``payloads`` uint8 [n, payload_bytes] (rows contiguous) with ``generations`` uint64 [n]."""
-    return np.fromiter((xxhash.xxh3_64_intdigest(row, seed) for row, seed in zip(payloads, generations.tolist())), np.uint64, len(payloads))
+def _checksums(rows: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+    """uint64 [n] XXH3-64 of ``rows`` uint8 [n, bytes] (each contiguous), seeded with ``seeds`` uint64 [n]."""
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, rows, seeds.tolist()), np.uint64, len(rows))
 
 
-def verify(payloads: np.ndarray, generations: np.ndarray, expected: np.ndarray, records: np.ndarray, *, peer: str, room: int) -> None:
-    """Raises ``IntegrityError`` naming the first record whose bytes are not those that were published."""
-    wrong = np.flatnonzero(roots(payloads, generations) != expected)
+def piece_digests(payloads: np.ndarray, generations: np.ndarray, pieces: int) -> np.ndarray:
+    """uint64 [n, pieces] digests of ``payloads`` uint8 [n, payload_bytes] (C-contiguous) with ``generations`` uint64 [n]."""
+    rows = payloads.reshape(len(payloads) * pieces, -1)
+    return _checksums(rows, np.repeat(generations, pieces)).reshape(len(payloads), pieces)
+
+
+def roots(digests: np.ndarray, generations: np.ndarray) -> np.ndarray:
+    """uint64 [n] roots of records with piece ``digests`` uint64 [n, pieces]."""
+    return _checksums(np.ascontiguousarray(digests).view(np.uint8), generations)
+
+
+def index_rows(digests: np.ndarray, summaries: np.ndarray | None, generations: np.ndarray, layout: KVLayout) -> np.ndarray:
+    """uint8 [n, index_bytes] as the arena holds them, from ``digests`` [n, pieces] and ``summaries`` uint8 [n, summary_total]."""
+    n, head = len(digests), layout.pieces * 8
+    rows = np.zeros((n, layout.index_bytes), np.uint8)
+    rows[:, :head] = np.ascontiguousarray(digests).view(np.uint8)
+    if summaries is not None:
+        rows[:, head:-8] = summaries
+    rows[:, -8:] = _checksums(rows[:, head:-8].copy(), generations)[:, None].view(np.uint8)
+    return rows
+
+
+def verify_records(payloads: np.ndarray, generations: np.ndarray, expected: np.ndarray, records: np.ndarray, layout: KVLayout, *,
+                   peer: str, room: int) -> None:
+    """Whole records against their roots. Raises ``IntegrityError`` naming the first record whose bytes are not those that
+    were published."""
+    found = roots(piece_digests(payloads, generations, layout.pieces), generations)
+    _require("records", found == expected, records, peer, room)
+
+
+def verify_index(index: np.ndarray, generations: np.ndarray, expected: np.ndarray, records: np.ndarray, layout: KVLayout, *,
+                 peer: str, room: int) -> tuple[np.ndarray, np.ndarray]:
+    """Splits ``index`` uint8 [n, index_bytes] into digests uint64 [n, pieces] and summaries uint8 [n, pieces, summary_bytes]
+    once both are shown to belong to the records with roots ``expected``. Raises ``IntegrityError``."""
+    head = layout.pieces * 8
+    digests = index[:, :head].copy().view(np.uint64)
+    summaries = index[:, head:-8].copy()
+    sums = index[:, -8:].copy().view(np.uint64)[:, 0]
+    fine = (roots(digests, generations) == expected) & (_checksums(summaries, generations) == sums)
+    _require("record indexes", fine, records, peer, room)
+    return digests, summaries.reshape(len(index), layout.pieces, layout.summary_bytes)
+
+
+def verify_pieces(pieces: np.ndarray, generations: np.ndarray, expected: np.ndarray, records: np.ndarray, *, peer: str, room: int) -> None:
+    """``pieces`` uint8 [n, piece_bytes] of ``records`` [n] against their digests ``expected`` uint64 [n]. Raises ``IntegrityError``."""
+    _require("pieces", _checksums(pieces, generations) == expected, records, peer, room)
+
+
+def _require(what: str, fine: np.ndarray, records: np.ndarray, peer: str, room: int) -> None:
+    wrong = np.flatnonzero(~fine)
     if len(wrong):
-        raise IntegrityError(f"{len(wrong)} of {len(payloads)} records differ from what was published, first record {int(records[wrong[0]])}",
+        raise IntegrityError(f"{len(wrong)} of {len(fine)} {what} differ from what was published, first record {int(records[wrong[0]])}",
                              peer=peer, room=room)

@@ -2,13 +2,14 @@
 
 A *record* is one block (one KV-cache page of one request) with all layers and KV heads of one rank:
 
-    payload  [layer][kv_head][K|V][token][dim]      what attention needs
-    summary  [layer][kv_head][summary_bytes]        what scoring needs
+    payload  [layer][kv_head][K|V][token][dim]                  what attention needs
+    index    digest [layer][kv_head], uint64                    what checking a piece needs
+             summary [layer][kv_head][summary_bytes], uint64    what scoring needs, and its checksum
 
 K and V of a (layer, KV head) are adjacent, so a *piece* is one range of ``piece_bytes``. The arena keeps all payloads
-first and all summaries behind them, so that neighbouring records are neighbouring ranges in both sections:
+first and all indexes behind them, so that neighbouring records are neighbouring ranges in both sections:
 
-    [payload 0][payload 1]...[payload n-1] | [summary 0]...[summary n-1]
+    [payload 0][payload 1]...[payload n-1] | [index 0]...[index n-1]
 """
 
 from __future__ import annotations
@@ -77,6 +78,11 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.pieces * self.summary_bytes
 
     @property
+    def index_bytes(self) -> int:
+        """Of a record: a digest and a summary per piece, and the summaries' checksum."""
+        return self.pieces * 8 + self.summary_total + 8
+
+    @property
     def token_bytes(self) -> int:
         """KV bytes of one token on this rank: the unit of full-transfer bytes."""
         return 2 * self.num_layers * self.kv_heads * self.head_dim * self.itemsize
@@ -99,27 +105,34 @@ class ArenaGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: int
     num_records: int
     payload_stride: int
-    summary_stride: int
-    summary_base: int
+    index_stride: int
+    index_base: int
 
     @classmethod
     def fit(cls, layout: KVLayout, size: int) -> ArenaGeometry:
         """As many records as fit. Raises ``BoundsError`` if not even one does."""
         if not 0 < size < _LIMIT:
             raise BoundsError("impossible arena size", limit=f"1..{_LIMIT}")
-        payload, summary = _round_up(layout.payload_bytes), _round_up(layout.summary_total)
-        n = size // (payload + summary)
+        payload, index = _round_up(layout.payload_bytes), _round_up(layout.index_bytes)
+        n = size // (payload + index)
         if n < 1:
-            raise BoundsError("the arena is smaller than one record", limit=f"{size} bytes, one record needs {payload + summary}")
-        return cls(size, n, payload, summary, n * payload)
+            raise BoundsError("the arena is smaller than one record", limit=f"{size} bytes, one record needs {payload + index}")
+        return cls(size, n, payload, index, n * payload)
 
     def payload_offsets(self, records: np.ndarray) -> np.ndarray:
         """uint64 [n] arena offsets of the payloads of ``records``. Raises ``BoundsError``."""
         return self._checked(records).astype(np.uint64) * np.uint64(self.payload_stride)
 
-    def summary_offsets(self, records: np.ndarray) -> np.ndarray:
-        """uint64 [n] arena offsets of the summaries of ``records``. Raises ``BoundsError``."""
-        return self._checked(records).astype(np.uint64) * np.uint64(self.summary_stride) + np.uint64(self.summary_base)
+    def index_offsets(self, records: np.ndarray) -> np.ndarray:
+        """uint64 [n] arena offsets of the indexes of ``records``. Raises ``BoundsError``."""
+        return self._checked(records).astype(np.uint64) * np.uint64(self.index_stride) + np.uint64(self.index_base)
+
+    def piece_offsets(self, records: np.ndarray, pieces: np.ndarray, layout: KVLayout) -> np.ndarray:
+        """uint64 [n] arena offsets of piece ``pieces[i]`` (layer * kv_heads + kv_head) of ``records[i]``. Raises ``BoundsError``."""
+        pieces = np.asarray(pieces)
+        if pieces.size and (int(pieces.min()) < 0 or int(pieces.max()) >= layout.pieces):
+            raise BoundsError("piece outside its record", limit=f"{layout.pieces} pieces")
+        return self.payload_offsets(records) + pieces.astype(np.uint64) * np.uint64(layout.piece_bytes)
 
     def _checked(self, records: np.ndarray) -> np.ndarray:
         records = np.asarray(records)
@@ -132,9 +145,9 @@ class ArenaGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         sound = (
             0 < self.num_records < 1 << 40
             and self.payload_stride >= layout.payload_bytes
-            and self.summary_stride >= layout.summary_total
-            and self.summary_base >= self.num_records * self.payload_stride
-            and self.summary_base + self.num_records * self.summary_stride <= self.size
+            and self.index_stride >= layout.index_bytes
+            and self.index_base >= self.num_records * self.payload_stride
+            and self.index_base + self.num_records * self.index_stride <= self.size
             and self.size <= endpoint_size < _LIMIT
         )
         if not sound:

@@ -19,7 +19,7 @@ from transport.dataplane import Endpoint
 from transport.errors import OasisError, ProtocolError, from_wire
 from transport.layout import ArenaGeometry, KVLayout
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_MESSAGE = 64 << 20
 """Bytes of one message at most: a manifest of a million tokens is about 1.5 MB."""
 MAX_READER_MESSAGE = 1 << 20
@@ -109,12 +109,15 @@ class Opened(Message):
 
 
 class Commit(Message):
-    """Seals the room's records and publishes its manifest. ``roots`` u64 per page; ``metadata`` the hand-over row."""
+    """Seals the room's records and publishes its manifest. ``roots`` u64 per page; ``ranking`` u32 [piece][k]: for each
+    (layer, KV head) the prompt's whole blocks that its last tokens attend to most, best first (empty: not known);
+    ``metadata`` the hand-over row."""
 
     room: int
     rank: int
     prompt_tokens: int
     roots: bytes
+    ranking: bytes
     metadata: tuple[bytes, ...]
 
 
@@ -153,6 +156,7 @@ class Manifest(Message):
     records: bytes
     generations: bytes
     roots: bytes
+    ranking: bytes
     metadata: tuple[bytes, ...]
 
 

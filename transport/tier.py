@@ -246,13 +246,19 @@ class Tier:
         pages = -(-request.prompt_tokens // self.layout.block_tokens)
         if pages != len(room.records) or tuple(map(len, request.metadata)) != self.layout.metadata_lens:
             raise ProtocolError("the commit does not match what was opened", room=request.room, limit=f"{len(room.records)} pages")
+        # Which blocks it names is the reader's to check: the tier only bounds what it keeps.
+        ranked, rest = divmod(len(request.ranking), 4 * self.layout.pieces)
+        whole = request.prompt_tokens // self.layout.block_tokens
+        if rest or ranked > whole:
+            raise ProtocolError(f"a ranking of {len(request.ranking)} bytes does not fit the prompt", room=request.room,
+                                limit=f"{self.layout.pieces} pieces, {whole} whole blocks")
         fresh = room.fresh
         self.table.seal(room.records[fresh], roots[fresh], [h for h, f in zip(room.hashes, fresh) if f])
         room.manifest = m.Manifest(
             epoch=self.epoch, room=request.room, rank=request.rank, lease=0, lease_seconds=self.limits.lease_seconds,
             layout=self.layout, fingerprint=self.fingerprint, prompt_tokens=request.prompt_tokens,
             records=m.pack(room.records, "u4"), generations=m.pack(self.table.generation[room.records], "u8"),
-            roots=m.pack(self.table.root[room.records], "u8"), metadata=request.metadata)
+            roots=m.pack(self.table.root[room.records], "u8"), ranking=request.ranking, metadata=request.metadata)
         room.expires = self.clock() + self.limits.room_seconds
         self.totals["rooms_committed"] += 1
         waiter = self.waiters.pop(room.key, None)

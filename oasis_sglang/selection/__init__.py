@@ -1,3 +1,3 @@
-"""Summaries, scores and plans: torch and numpy only, importable by both nodes. Import of the package itself is free."""
+"""Summaries, scores, votes and plans: torch and numpy only, importable by both nodes. Import of the package itself is free."""
 
-SUMMARY_NAMES = ("mean_var_int8",)
+SUMMARY_NAMES = ("mean_var_int8", "minmax_int8", "minmax_int4")

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
+from decode_node.destination import WholePages
 from decode_node.pages import PageSink
 from decode_node.pull import PullLimits
 from decode_node.puller import Puller
@@ -56,7 +57,7 @@ class LocalTier:
     def __init__(self, path: str, *, records: int = 64, layout: KVLayout | None = None, listen: str = "127.0.0.1:0",
                  planes: tuple[str, ...] = ("loopback",), limits: TierLimits | None = None):
         layout = layout or small_layout()
-        stride = -(-layout.payload_bytes // 64) * 64 + -(-layout.summary_total // 64) * 64
+        stride = -(-layout.payload_bytes // 64) * 64 + -(-layout.index_bytes // 64) * 64
         self.path, self.records = path, records
         self.server = TierServer(TierOptions(local=path, listen=listen, arena_bytes=records * stride, node="tier", planes=planes,
                                              limits=limits or TierLimits(lease_seconds=2.0, grace_seconds=0.2, room_seconds=1.0)))
@@ -178,13 +179,14 @@ class Prefill:
             part = pages[first : first + chunk_pages]
             self.publisher.send(pub, part, first, min(len(part) * t, total - first * t), None)
 
-    def publish(self, room: int, tokens: np.ndarray, pages: np.ndarray, seed: bytes | None = b"seed", chunk_pages: int = 1 << 30):
-        """Publishes and waits for the acknowledgement."""
+    def publish(self, room: int, tokens: np.ndarray, pages: np.ndarray, seed: bytes | None = b"seed", chunk_pages: int = 1 << 30,
+                queries: torch.Tensor | None = None, scale: float = 1.0):
+        """Publishes and waits for the acknowledgement. ``queries``: of the last tokens; None: no ranking."""
         pub = self.open(room, tokens, seed)
         until(lambda: pub.state != publishing.OPENING, "room opened")
         if pub.state == publishing.OPEN:
             self.send(pub, pages, chunk_pages)
-            self.publisher.commit(pub, row_of(room))
+            self.publisher.commit(pub, row_of(room), queries, scale)
             until(lambda: pub.state in (publishing.COMMITTED, publishing.FAILED), "committed")
         return pub
 
@@ -209,7 +211,7 @@ class Decode:
         self.rows: dict[int, tuple[bytes, ...]] = {}
         self.sink = PageSink(self.pool.k, self.pool.v, self.layout)
         self.puller = Puller(
-            node="decode", rank=0, layout=self.layout, fingerprint=fingerprint, sink=self.sink, plane=self.plane, staging=self.staging,
+            node="decode", rank=0, layout=self.layout, fingerprint=fingerprint, plane=self.plane, staging=self.staging,
             resolve=resolve or (lambda source: {"control": self.controls[source]}), forget=self.forgotten.append,
             limits=limits or PullLimits(await_seconds=10.0, read_seconds=5.0, silence_seconds=5.0))
         self.puller.start()
@@ -217,8 +219,13 @@ class Decode:
     def pull(self, room: int, source: str = SOURCE):
         return self.puller.pull(room, source)
 
-    def fetch(self, pull, pages: np.ndarray) -> None:
-        self.puller.fetch(pull, pages, lambda row: self.rows.__setitem__(pull.room, row))
+    def fetch(self, pull, pages: np.ndarray, write_row=None, vacant=None) -> None:
+        """Whole records over ``pages``."""
+        self.give(pull, WholePages(self.sink, self.layout, pages), write_row, vacant)
+
+    def give(self, pull, destination, write_row=None, vacant=None) -> None:
+        """``write_row`` (None: keep it in ``rows``) takes the hand-over row."""
+        self.puller.fetch(pull, destination, write_row or (lambda row: self.rows.__setitem__(pull.room, row)), vacant)
 
     def untouched(self, pages: np.ndarray) -> bool:
         return bool((self.pool.tokens(pages, len(pages) * self.layout.block_tokens) == self.SENTINEL).all())

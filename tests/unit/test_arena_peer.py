@@ -61,17 +61,18 @@ def in_flight(world, room: int, tokens: int = 60, at: int = 0):
 @pytest.mark.parametrize("seconds_down", [0.0, 0.5])
 def test_reads_wait_for_the_next_incarnation(world, seconds_down):
     pull, source, target = in_flight(world, 1)
+    job = world.decode.puller.reader.flights[0].job
     world.plane.down()
     arena = world.decode.puller.reader.arenas[pull.link]
     if seconds_down:
-        until(lambda: arena.parked == [pull])
+        until(lambda: arena.parked == [job])
         until(lambda: not world.decode.puller.reader.flights)
         assert world.decode.staging.free == world.decode.windows, "what waits holds no window"
         assert world.tier.inventory()["leases"] == 1
     world.plane.up()
     until(lambda: pull.state in ("done", "failed"))
     assert pull.state == "done", pull.error
-    assert world.arrived(source, target, 60) and pull.attempts == 1
+    assert world.arrived(source, target, 60) and job.attempts == 1
     assert world.decode.puller.totals["read_failures"] == world.decode.windows
     world.decode.wipe(target)
     still_serves(world)
@@ -91,10 +92,11 @@ def test_the_reader_may_notice_before_the_tier_does(world):
 
 def test_a_broken_connection_to_a_live_plane_is_made_again_once(world):
     pull, source, target = in_flight(world, 1)
+    job = world.decode.puller.reader.flights[0].job
     world.tier.faults.hold = False
     world.tier.faults.fail(PeerLost("reset"))
     until(lambda: pull.state in ("done", "failed"))
-    assert pull.state == "done" and pull.attempts == 1 and world.arrived(source, target, 60)
+    assert pull.state == "done" and job.attempts == 1 and world.arrived(source, target, 60)
     world.settle()
 
 

@@ -61,7 +61,8 @@ def test_unknown_options_and_wrong_types_are_named():
 
 
 @pytest.mark.parametrize("option, value", [
-    ("data_plane", "rdma"), ("data_plane", ""), ("data_plane", "loopback"), ("admission", "selected"), ("summary", "mean"), ("staging_bytes", 0),
+    ("data_plane", "rdma"), ("data_plane", ""), ("data_plane", "loopback"), ("admission", "some"), ("mode", "dense"), ("on_miss", "never"), ("budget_tokens", 0), ("sink_tokens", -16), ("recent_tokens", 0),
+    ("tail_tokens", 0), ("fetch_blocks_per_step", -1), ("wait_seconds", 0.0), ("host_cache_bytes", 0), ("summary", "mean"), ("staging_bytes", 0),
     ("staging_windows", -1), ("reserve_seconds", 0.0), ("await_seconds", -0.1), ("read_seconds", float("nan")), ("silence_seconds", float("inf")),
     ("tier_start_seconds", 0)])
 def test_values_out_of_bounds_are_named(option, value):

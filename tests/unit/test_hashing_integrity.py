@@ -14,7 +14,7 @@ from node_rig import FINGERPRINT, small_layout
 
 from transport.errors import IntegrityError
 from transport.hashing import chain_seed, page_hashes
-from transport.integrity import roots, verify
+from transport.integrity import index_rows, piece_digests, roots, verify_index, verify_pieces, verify_records
 
 TOKENS = st.lists(st.integers(-(2**63), 2**63 - 1), max_size=40)
 
@@ -54,36 +54,109 @@ def test_seeds_differ_in_whatever_changes_kv():
     assert chain_seed(*base) == seeds[0]
 
 
-@given(st.integers(1, 5), st.integers(1, 300), st.integers(0, 2**64 - 1))
-def test_roots_are_xxh3_of_the_row_seeded_by_its_generation(n, size, generation):
-    payload = np.frombuffer(np.random.default_rng(size).bytes(n * size), np.uint8).reshape(n, size)
+LAYOUT = small_layout(num_layers=2, kv_heads=2, head_dim=1, block_tokens=3, itemsize=4, summary_bytes=5)
+"""4 pieces of 24 bytes; an index of 4 digests, 20 bytes of summaries and their checksum."""
+RECORDS = np.array([40, 50, 60])
+GENERATIONS = np.array([1, 2, 2**64 - 2], np.uint64)
+PEER = dict(peer="tier", room=7)
+
+
+def by_hand(data: bytes, generation) -> int:
+    return xxhash.xxh3_64(data, seed=int(generation)).intdigest()
+
+
+def published(layout=LAYOUT, generations=GENERATIONS, seed=0):
+    """Payloads, summaries, index rows and roots of some records."""
+    rng, n = np.random.default_rng(seed), len(generations)
+    payloads, summaries = (rng.integers(0, 256, (n, size), np.uint8) for size in (layout.payload_bytes, layout.summary_total))
+    digests = piece_digests(payloads, generations, layout.pieces)
+    return payloads, summaries, index_rows(digests, summaries, generations, layout), roots(digests, generations)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 40), st.integers(0, 9), st.integers(0, 2**64 - 1))
+def test_digests_roots_and_indexes_are_what_the_docstring_says(n, layers, heads, tokens, summary_bytes, generation):
+    layout = small_layout(num_layers=layers, kv_heads=heads, head_dim=3, block_tokens=tokens, itemsize=1, summary_bytes=summary_bytes)
     generations = (np.uint64(generation) + np.arange(n, dtype=np.uint64)).astype(np.uint64)
-    assert roots(payload, generations).tolist() == [xxhash.xxh3_64(payload[k].tobytes(), seed=int(generations[k])).intdigest() for k in range(n)]
+    payloads, summaries, index, found = published(layout, generations, seed=n)
+    for row, seed in enumerate(generations):
+        digests = [by_hand(payloads[row, k * layout.piece_bytes : (k + 1) * layout.piece_bytes].tobytes(), seed) for k in range(layout.pieces)]
+        assert piece_digests(payloads, generations, layout.pieces)[row].tolist() == digests
+        packed = struct.pack(f"<{layout.pieces}Q", *digests)
+        assert found[row] == by_hand(packed, seed)
+        assert index[row].tobytes() == packed + summaries[row].tobytes() + struct.pack("<Q", by_hand(summaries[row].tobytes(), seed))
+    digests, back = verify_index(index, generations, found, np.arange(n), layout, **PEER)
+    assert digests.dtype == np.uint64 and digests.tolist() == piece_digests(payloads, generations, layout.pieces).tolist()
+    assert back.shape == (n, layout.pieces, summary_bytes) and back.tobytes() == summaries.tobytes()
+    verify_records(payloads, generations, found, np.arange(n), layout, **PEER)
+    verify_pieces(payloads.reshape(-1, layout.piece_bytes), np.repeat(generations, layout.pieces), digests.ravel(), np.arange(n * layout.pieces), **PEER)
 
 
-def test_every_flipped_byte_and_every_other_generation_is_found():
-    rng = np.random.default_rng(0)
-    payload = np.frombuffer(rng.bytes(3 * 96), np.uint8).reshape(3, 96).copy()
-    generations, records = np.array([1, 2, 3], np.uint64), np.array([40, 50, 60])
-    good = roots(payload, generations)
-    verify(payload, generations, good, records, peer="tier", room=7)
+def test_without_summaries_the_index_ends_with_the_checksum_of_nothing():
+    layout = small_layout(summary_bytes=0)
+    payloads = np.zeros((1, layout.payload_bytes), np.uint8)
+    generations = np.array([3], np.uint64)
+    digests = piece_digests(payloads, generations, layout.pieces)
+    index = index_rows(digests, None, generations, layout)
+    assert index.tobytes() == digests.tobytes() + struct.pack("<Q", by_hand(b"", 3))
+    assert verify_index(index, generations, roots(digests, generations), RECORDS[:1], layout, **PEER)[1].shape == (1, layout.pieces, 0)
+
+
+CHECKS = {
+    "records": lambda payloads, index, roots_, generations, records: verify_records(payloads, generations, roots_, records, LAYOUT, **PEER),
+    "record indexes": lambda payloads, index, roots_, generations, records: verify_index(index, generations, roots_, records, LAYOUT, **PEER),
+    "pieces": lambda payloads, index, roots_, generations, records: verify_pieces(
+        payloads[:, 24:48], generations, index[:, 8:16].copy().view(np.uint64)[:, 0], records, **PEER),
+}
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_every_flipped_bit_and_every_other_generation_is_found(what):
+    payloads, _, index, good = published()
+    check = CHECKS[what]
+    check(payloads, index, good, GENERATIONS, RECORDS)
+    damaged = {"records": payloads, "record indexes": index, "pieces": payloads[:, 24:48]}[what]
     for row in range(3):
-        for column in range(96):
-            payload[row, column] ^= 1 << column % 8
-            with pytest.raises(IntegrityError) as error:
-                verify(payload, generations, good, records, peer="tier", room=7)
-            payload[row, column] ^= 1 << column % 8
-            assert f"1 of 3 records differ from what was published, first record {records[row]}" in str(error.value)
+        for column in range(damaged.shape[1]):
+            for bit in range(8):
+                damaged[row, column] ^= 1 << bit
+                with pytest.raises(IntegrityError) as error:
+                    check(payloads, index, good, GENERATIONS, RECORDS)
+                damaged[row, column] ^= 1 << bit
+            assert f"1 of 3 {what} differ from what was published, first record {RECORDS[row]}" in str(error.value)
             assert (error.value.peer, error.value.room) == ("tier", 7)
-        later = generations.copy()
-        later[row] += 1
+        later = GENERATIONS.copy()
+        later[row] += np.uint64(1)
+        with pytest.raises(IntegrityError, match=f"1 of 3 {what} .* record {RECORDS[row]}"):
+            check(payloads, index, good, later, RECORDS)
+    with pytest.raises(IntegrityError, match=f"3 of 3 {what} .* record 40"):
+        check(payloads[[1, 2, 0]], index if what == "pieces" else index[[1, 2, 0]], good, GENERATIONS, RECORDS)
+
+
+def test_digests_of_other_pieces_or_summaries_of_other_records_are_no_index():
+    """What each checksum covers alone is not enough: the parts must belong together."""
+    _, _, index, good = published()
+    swapped = index.copy()
+    swapped[:, :8], swapped[:, 8:16] = index[:, 8:16], index[:, :8]
+    mixed = index.copy()
+    mixed[0, 32:] = index[1, 32:]
+    for forged in (swapped, mixed):
         with pytest.raises(IntegrityError):
-            verify(payload, later, good, records, peer="tier", room=7)
-    with pytest.raises(IntegrityError, match="3 of 3 .* record 40"):
-        verify(payload[[1, 2, 0]], generations, good, records, peer="tier", room=7)
+            verify_index(forged, GENERATIONS, good, RECORDS, LAYOUT, **PEER)
 
 
-def test_rows_of_a_larger_view_count_alone():
-    window = np.zeros((4, 128), np.uint8)
-    window[:, 100:] = 9
-    assert roots(window[:, :100].copy(), np.ones(4, np.uint64)).tolist() == [xxhash.xxh3_64_intdigest(bytes(100), 1)] * 4
+def test_what_is_verified_does_not_alias_the_window_it_was_read_into():
+    """The window is read into again while the index is in use."""
+    _, summaries, index, good = published()
+    digests, back = verify_index(index, GENERATIONS, good, RECORDS, LAYOUT, **PEER)
+    before = digests.copy()
+    index[:] = 0
+    assert np.array_equal(digests, before) and back.tobytes() == summaries.tobytes()
+
+
+def test_rows_of_a_wider_window_are_checked_as_they_lie():
+    payloads, _, index, good = published()
+    window = np.full((3, 200), 9, np.uint8)
+    window[:, 10 : 10 + LAYOUT.index_bytes] = index
+    verify_index(window[:, 10 : 10 + LAYOUT.index_bytes], GENERATIONS, good, RECORDS, LAYOUT, **PEER)
+    window[:, :24] = payloads[:, :24]
+    verify_pieces(window[:, :24], GENERATIONS, index[:, :8].copy().view(np.uint64)[:, 0], RECORDS, **PEER)

@@ -21,27 +21,29 @@ LAYOUTS = st.builds(
 
 
 def brute_force(layout: KVLayout) -> tuple[int, int]:
-    """(payload, summary) bytes, counted piece by piece."""
+    """(payload, summary, index) bytes, counted piece by piece."""
     payload = summary = 0
+    index = 8
     for _ in range(layout.num_layers):
         for _ in range(layout.kv_heads):
             payload += sum(layout.block_tokens * layout.head_dim * layout.itemsize for _ in "KV")
             summary += layout.summary_bytes
-    return payload, summary
+            index += 8 + layout.summary_bytes
+    return payload, summary, index
 
 
 @given(LAYOUTS)
 def test_sizes_are_counted_right(layout):
-    payload, summary = brute_force(layout)
-    assert (layout.payload_bytes, layout.summary_total) == (payload, summary)
+    payload, summary, index = brute_force(layout)
+    assert (layout.payload_bytes, layout.summary_total, layout.index_bytes) == (payload, summary, index)
     assert layout.pieces * layout.piece_bytes == payload and layout.token_bytes * layout.block_tokens == payload
 
 
 @settings(max_examples=200)
 @given(LAYOUTS, st.integers(1, 1 << 45))
 def test_an_arena_is_cut_without_overlap_and_without_waste(layout, size):
-    payload, summary = brute_force(layout)
-    stride = [-(-n // 64) * 64 for n in (payload, summary)]
+    payload, _, index = brute_force(layout)
+    stride = [-(-n // 64) * 64 for n in (payload, index)]
     if size < sum(stride):
         with pytest.raises(BoundsError) as error:
             ArenaGeometry.fit(layout, size)
@@ -51,11 +53,11 @@ def test_an_arena_is_cut_without_overlap_and_without_waste(layout, size):
     n = cut.num_records
     assert n * sum(stride) <= size < (n + 1) * sum(stride)
     some = np.unique(np.array([0, 1, n // 2, n - 2, n - 1]).clip(0, n - 1))
-    payloads, summaries = cut.payload_offsets(some), cut.summary_offsets(some)
-    assert payloads.dtype == summaries.dtype == np.uint64
-    for record, p, s in zip(some.tolist(), payloads.tolist(), summaries.tolist()):
-        assert p == record * stride[0] and s == n * stride[0] + record * stride[1]
-        assert p % 64 == 0 and p + payload <= n * stride[0] and s + summary <= size
+    payloads, indexes = cut.payload_offsets(some), cut.index_offsets(some)
+    assert payloads.dtype == indexes.dtype == np.uint64
+    for record, p, i in zip(some.tolist(), payloads.tolist(), indexes.tolist()):
+        assert p == record * stride[0] and i == n * stride[0] + record * stride[1]
+        assert p % 64 == 0 and p + payload <= n * stride[0] and i + index <= size
     cut.require_sound(layout, size, peer="x")
 
 
@@ -68,20 +70,33 @@ def test_every_piece_of_a_small_arena_is_where_numpy_says():
     for record, layer, head, side, token, dim in itertools.product(range(cut.num_records), range(3), range(5), range(2), (0, 9, 15), range(3)):
         by_hand = int(cut.payload_offsets([record])[0]) + (layer * 5 + head) * layout.piece_bytes + ((side * 16 + token) * 3 + dim) * 2
         assert pieces[record, layer, head, side, token, dim, 0] == by_hand
+    which = np.repeat(np.arange(cut.num_records), 15), np.tile(np.arange(15), cut.num_records)
+    assert np.array_equal(cut.piece_offsets(*which, layout), pieces[:, :, :, 0, 0, 0, 0].ravel())
+    assert cut.piece_offsets(*which, layout).dtype == np.uint64
+
+
+@pytest.mark.parametrize("records, pieces, limit", [([0, 1], [5, 6], "6 pieces"), ([0], [-1], "6 pieces"), ([8], [0], "8 records"), ([-1], [0], "8 records")])
+def test_a_piece_outside_its_record_or_the_arena(records, pieces, limit):
+    cut = ArenaGeometry.fit(small_layout(), 8 * 896)
+    with pytest.raises(BoundsError) as error:
+        cut.piece_offsets(np.array(records), np.array(pieces), small_layout())
+    assert error.value.limit == limit
+    assert cut.piece_offsets(np.array([], np.int64), np.array([], np.int64), small_layout()).tolist() == []
+    assert cut.piece_offsets(np.array([7, 0]), np.array([5, 5]), small_layout()).tolist() == [7 * 768 + 5 * 128, 5 * 128]
 
 
 @pytest.mark.parametrize("records", [[-1], [8], [0, 8], [1 << 40], [-(1 << 62)]])
 def test_a_record_outside_the_arena(records):
-    cut = ArenaGeometry.fit(small_layout(), 8 * 832)
+    cut = ArenaGeometry.fit(small_layout(), 8 * 896)
     assert cut.num_records == 8
-    for offsets in (cut.payload_offsets, cut.summary_offsets):
+    for offsets in (cut.payload_offsets, cut.index_offsets):
         with pytest.raises(BoundsError) as error:
             offsets(np.array(records))
         assert error.value.limit == "8 records"
 
 
 def test_no_records_have_no_offsets():
-    cut = ArenaGeometry.fit(small_layout(), 8 * 832)
+    cut = ArenaGeometry.fit(small_layout(), 8 * 896)
     assert cut.payload_offsets(np.array([], np.int64)).tolist() == []
 
 
@@ -134,17 +149,17 @@ def test_a_peers_geometry_is_believed_only_if_every_byte_fits(fields, endpoint_s
         assert error.peer == "tier"
         return
     for record in (0, cut.num_records - 1):
-        payload, summary = int(cut.payload_offsets([record])[0]), int(cut.summary_offsets([record])[0])
-        assert 0 <= payload and payload + layout.payload_bytes <= cut.num_records * cut.payload_stride <= cut.summary_base
-        assert summary + layout.summary_total <= cut.size <= endpoint_size < 1 << 62
+        payload, index = int(cut.payload_offsets([record])[0]), int(cut.index_offsets([record])[0])
+        assert 0 <= payload and payload + layout.payload_bytes <= cut.num_records * cut.payload_stride <= cut.index_base
+        assert index + layout.index_bytes <= cut.size <= endpoint_size < 1 << 62
 
 
-@pytest.mark.parametrize("change", [dict(num_records=9), dict(payload_stride=64), dict(summary_stride=0), dict(summary_base=64), dict(size=8 * 832 - 1)])
+@pytest.mark.parametrize("change", [dict(num_records=9), dict(payload_stride=64), dict(index_stride=64), dict(index_base=64), dict(size=8 * 896 - 1)])
 def test_a_geometry_that_is_almost_right(change):
-    good = ArenaGeometry.fit(small_layout(), 8 * 832)
-    good.require_sound(small_layout(), 8 * 832, peer="tier")
+    good = ArenaGeometry.fit(small_layout(), 8 * 896)
+    good.require_sound(small_layout(), 8 * 896, peer="tier")
     with pytest.raises(BoundsError):
-        msgspec.structs.replace(good, **change).require_sound(small_layout(), 8 * 832, peer="tier")
+        msgspec.structs.replace(good, **change).require_sound(small_layout(), 8 * 896, peer="tier")
 
 
 @pytest.mark.parametrize("base, size, fine", [

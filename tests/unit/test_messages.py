@@ -25,10 +25,10 @@ CUT = ArenaGeometry.fit(LAYOUT, 1 << 20)
 ENDPOINT = Endpoint.make("nixl", "node:1", "", 1 << 20, 1 << 40, b"blob" * 20)
 
 REQUESTS = [
-    m.Hello(seq=1, protocol=1, role="worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT),
+    m.Hello(seq=1, protocol=m.PROTOCOL, role="worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT),
     m.Ping(seq=2),
     m.Open(seq=3, room=2**63 - 1, rank=0, hashes=bytes(range(64)), private=1),
-    m.Commit(seq=4, room=7, rank=1, prompt_tokens=4096, roots=bytes(80), metadata=(b"a" * 8, b"")),
+    m.Commit(seq=4, room=7, rank=1, prompt_tokens=4096, roots=bytes(80), ranking=bytes(24), metadata=(b"a" * 8, b"")),
     m.Abort(seq=5, room=7, rank=0, reason="why ü"),
     m.Await(seq=6, epoch="e", room=7, rank=0, seconds=1.5),
     m.Renew(seq=7, epoch="e", leases=bytes(16)),
@@ -41,7 +41,7 @@ REPLIES = [
     m.Failure(seq=3, code="RoomFailed", message="m", room=7, peer="p", limit="l", retryable=True),
     m.Opened(seq=4, records=bytes(8), generations=bytes(16), roots=bytes(16), fresh=b"\1\0"),
     m.Manifest(seq=5, epoch="e", room=7, rank=0, lease=3, lease_seconds=30.0, layout=LAYOUT, fingerprint=FINGERPRINT, prompt_tokens=5,
-               records=bytes(8), generations=bytes(16), roots=bytes(16), metadata=(b"x",)),
+               records=bytes(8), generations=bytes(16), roots=bytes(16), ranking=b"", metadata=(b"x",)),
     m.Renewed(seq=6, gone=bytes(8)),
 ]
 CASES = [(r, m.decode_request) for r in REQUESTS] + [(r, m.decode_reply) for r in REPLIES]

@@ -18,6 +18,7 @@ from prefill_node.pages import ArenaWriter, PageSource
 from transport import arena as arenas
 from transport.arena import Arena, available_bytes
 from transport.errors import CapacityError
+from transport.integrity import index_rows, piece_digests, verify_index
 from transport.layout import ArenaGeometry
 
 DTYPES = {"float32": (torch.float32, 4), "bfloat16": (torch.bfloat16, 2), "float16": (torch.float16, 2)}
@@ -55,15 +56,22 @@ def test_a_round_trip_through_an_arena_keeps_every_bit(arena, dtype, layers, hea
 
     block = PageSource(source.k, source.v, layout).gather(torch.from_numpy(pages), tokens)
     writer = ArenaWriter(arena, geometry, layout)
-    roots = writer.write(records, generations, block, SUMMARY.build(block[:, :, :, 0]))
+    summaries = SUMMARY.build(block[:, :, :, 0])
+    roots = writer.write(records, generations, block, summaries)
 
     offsets = geometry.payload_offsets(records).tolist()
     payloads = np.stack([arena.bytes[o : o + layout.payload_bytes] for o in offsets])
-    assert roots.tolist() == [xxhash.xxh3_64_intdigest(p.tobytes(), int(g)) for p, g in zip(payloads, generations)]
+    digests = np.array([[xxhash.xxh3_64_intdigest(piece.tobytes(), int(g)) for piece in p.reshape(layout.pieces, -1)]
+                        for p, g in zip(payloads, generations)], np.uint64)
+    assert roots.tolist() == [xxhash.xxh3_64_intdigest(row.tobytes(), int(g)) for row, g in zip(digests, generations)]
     written = np.zeros(arena.size, bool)
-    for o, s in zip(offsets, geometry.summary_offsets(records).tolist()):
+    indexes = geometry.index_offsets(records).tolist()
+    for o, i in zip(offsets, indexes):
         written[o : o + layout.payload_bytes] = True
-        written[s : s + layout.summary_total] = True
+        written[i : i + layout.index_bytes] = True
+    index = np.stack([arena.bytes[i : i + layout.index_bytes] for i in indexes])
+    assert np.array_equal(index, index_rows(digests, summaries.reshape(n, -1).numpy(), generations, layout))
+    verify_index(index, generations, roots, records, layout, peer="", room=0)
     assert (arena.bytes[~written] == 0xAA).all(), "a byte outside the records was written"
 
     PageSink(sink.k, sink.v, layout).scatter(payloads, target)
@@ -112,14 +120,19 @@ def test_special_values_survive():
     assert np.array_equal(bits(sink.k[0][0]), bits(pool.k[0][1]))
 
 
-def test_no_summaries_leave_the_summary_section_alone(arena):
-    layout = small_layout()
+def test_without_summaries_the_index_holds_digests_alone(arena):
+    layout = small_layout(summary="none", summary_bytes=0)
     geometry = ArenaGeometry.fit(layout, arena.size)
     pool = Pool(layout, 4)
     arena.bytes[:] = 0xAA
     block = PageSource(pool.k, pool.v, layout).gather(torch.tensor([0, 1]), 8)
-    ArenaWriter(arena, geometry, layout).write(np.array([3, 4]), np.array([1, 1], np.uint64), block, None)
-    assert (arena.bytes[geometry.summary_base :] == 0xAA).all()
+    records, generations = np.array([3, 4]), np.array([1, 5], np.uint64)
+    roots = ArenaWriter(arena, geometry, layout).write(records, generations, block, None)
+    index = np.stack([arena.bytes[i : i + layout.index_bytes] for i in geometry.index_offsets(records).tolist()])
+    digests, summaries = verify_index(index, generations, roots, records, layout, peer="", room=0)
+    assert digests.tolist() == piece_digests(bits(block).reshape(2, -1), generations, layout.pieces).tolist() and summaries.size == 0
+    end = geometry.index_base + 5 * geometry.index_stride
+    assert (arena.bytes[geometry.index_base : end - 2 * geometry.index_stride] == 0xAA).all() and (arena.bytes[end:] == 0xAA).all()
     first = geometry.payload_stride * 3
     assert (arena.bytes[:first] == 0xAA).all() and not (arena.bytes[first : first + layout.payload_bytes] == 0xAA).all()
 

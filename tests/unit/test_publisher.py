@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import torch
 import xxhash
 from node_rig import WAIT, LocalTier, Prefill, World, row_of, small_layout, until
 
+from oasis_sglang.selection import votes
+from prefill_node import publisher as publishing
 from prefill_node.publisher import COMMITTED, FAILED, OPEN, OPENING
+from transport import messages as m
 from transport.errors import (
     CapacityError,
     DuplicateRoom,
@@ -19,6 +23,7 @@ from transport.errors import (
     RoomFailed,
     TransportError,
 )
+from transport.integrity import piece_digests, verify_index
 from transport.tier import TierLimits
 
 
@@ -66,20 +71,25 @@ def test_the_arena_holds_the_pool_page_by_page(worlds, tokens, chunk_pages):
     assert pub.state == COMMITTED
     held = in_arena(world, pub)
     assert np.array_equal(held, expected(world, pages, tokens))
-    sums = [xxhash.xxh3_64_intdigest(held[n].tobytes(), int(pub.generations[n])) for n in range(len(pages))]
-    assert pub.roots.tolist() == sums
     totals, lay = world.prefill.publisher.totals, world.prefill.layout
-    assert totals["pages_published"] == len(pages) and pub.copied_bytes == len(pages) * (lay.payload_bytes + lay.summary_total)
+    digests = piece_digests(held.reshape(len(pages), -1).view(np.uint8), pub.generations, lay.pieces)
+    assert pub.roots.tolist() == [xxhash.xxh3_64_intdigest(digests[n].tobytes(), int(pub.generations[n])) for n in range(len(pages))]
+    assert totals["pages_published"] == len(pages) and pub.copied_bytes == len(pages) * (lay.payload_bytes + lay.index_bytes)
+    assert totals["bytes_published"] == pub.copied_bytes and pub.pool_pages.tolist() == pages.tolist()
 
 
-def test_summaries_lie_beside_their_records(worlds):
+def test_indexes_hold_digests_and_summaries_of_their_records(worlds):
     world = worlds()
     ids, pages = world.prompt(12)
     pub = world.prefill.publish(1, ids, pages)
     geometry, lay = world.tier.tier.geometry, world.prefill.layout
     for n, page in enumerate(pages):
-        at = geometry.summary_base + int(pub.records[n]) * geometry.summary_stride
-        raw = world.tier.server.arena.bytes[at : at + lay.summary_total].reshape(lay.num_layers, lay.kv_heads, lay.summary_bytes)
+        at = geometry.index_base + int(pub.records[n]) * geometry.index_stride
+        raw = world.tier.server.arena.bytes[at : at + lay.index_bytes][None]
+        digests, raw = verify_index(raw, pub.generations[n : n + 1], pub.roots[n : n + 1], pub.records[n : n + 1], lay, peer="", room=1)
+        payload = np.ascontiguousarray(in_arena(world, pub)[n : n + 1]).view(np.uint8).reshape(1, -1)
+        assert digests.tolist() == piece_digests(payload, pub.generations[n : n + 1], lay.pieces).tolist()
+        raw = raw.reshape(lay.num_layers, lay.kv_heads, lay.summary_bytes)
         keys = world.prefill.pool.page(page)[0]  # [layers, tokens, heads, dim]
         mean = keys.mean(1)
         scale = np.frombuffer(raw[..., 4:6].tobytes(), np.float16).astype(float).reshape(lay.num_layers, lay.kv_heads, 1)
@@ -93,7 +103,7 @@ def test_a_prompt_published_twice_is_copied_once(worlds):
     second = world.prefill.publish(2, ids, pages + 20)  # other pool pages: what is in the arena counts
     assert second.state == COMMITTED
     lay = world.prefill.layout
-    assert second.copied_bytes == lay.payload_bytes + lay.summary_total, "the partial page only"
+    assert second.copied_bytes == lay.payload_bytes + lay.index_bytes, "the partial page only"
     assert world.prefill.publisher.totals["pages_reused"] == 5
     assert np.array_equal(in_arena(world, second)[:5], in_arena(world, first)[:5])
     assert first.records[5] != second.records[5]
@@ -122,6 +132,154 @@ def test_a_chunk_of_which_some_pages_are_already_there(worlds):
     pub = world.prefill.publish(2, more, all_pages, chunk_pages=3)
     assert pub.fresh.tolist() == [False] * 4 + [True] * 2
     assert np.array_equal(in_arena(world, pub), expected(world, all_pages, 23))
+
+
+# -- the ranking --------------------------------------------------------------------------------------------------
+
+
+def queries_of(world: World, n: int, group: int = 2, seed: int = 0) -> torch.Tensor:
+    lay = world.prefill.layout
+    return torch.randn(n, lay.num_layers, lay.kv_heads * group, lay.head_dim, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def ranked(world: World, pages: np.ndarray, tokens: int, queries: torch.Tensor, scale: float, k: int = 256) -> list[list[int]]:
+    """[pieces][k], one query and one token after the other."""
+    lay, n = world.prefill.layout, len(queries)
+    keys, asked = world.prefill.pool.tokens(pages, tokens)[0], queries.double().numpy()
+    whole, group = tokens // lay.block_tokens, queries.shape[2] // lay.kv_heads
+    out = []
+    for layer in range(lay.num_layers):
+        for head in range(lay.kv_heads):
+            mass = np.zeros(len(pages))
+            for i in range(n):
+                seen = keys[layer, : tokens - n + i + 1, head]
+                for q in asked[i, layer, head * group : (head + 1) * group]:
+                    weights = np.exp(seen @ q * scale)
+                    for token, weight in enumerate(weights / weights.sum()):
+                        mass[token // lay.block_tokens] += weight
+            out.append(np.argsort(-mass[:whole], kind="stable")[:k].tolist())
+    return out
+
+
+def ranking_in_manifest(world: World, room: int) -> list[list[int]]:
+    lay = world.prefill.layout
+    raw = world.tier.call(lambda: world.tier.tier.rooms[room, 0].manifest.ranking)
+    return m.unpack(raw, "u4").reshape(lay.pieces, -1).tolist()
+
+
+@pytest.mark.parametrize("tokens, n, chunk_pages", [(4, 1, 1), (5, 5, 1), (23, 1, 2), (23, 7, 100), (24, 24, 3), (61, 9, 5)])
+def test_the_manifest_ranks_the_blocks_by_what_the_last_queries_attend_to(worlds, tokens, n, chunk_pages):
+    world = worlds()
+    ids, pages = world.prompt(tokens)
+    queries = queries_of(world, n)
+    pub = world.prefill.publish(1, ids, pages, chunk_pages=chunk_pages, queries=queries, scale=0.7)
+    assert pub.state == COMMITTED, pub.error
+    found = ranking_in_manifest(world, 1)
+    assert found == ranked(world, pages, tokens, queries, 0.7)
+    assert all(sorted(row) == list(range(tokens // 4)) for row in found), "each whole block once, the partial page never"
+    totals = world.prefill.publisher.totals
+    assert totals["rooms_ranked"] == 1 and totals["votes_seconds"] > 0
+
+
+def test_what_the_partial_page_holds_counts_and_what_lies_behind_it_does_not(worlds):
+    """Mass that the last, partial page takes is missing elsewhere; the rest of its slots are another request's."""
+    world = worlds()
+    ids, pages = world.prompt(22)
+    for pool in world.prefill.pool.k:
+        pool[int(pages[-1]) * 4 + 2 : int(pages[-1]) * 4 + 4] = 1e4
+    queries = queries_of(world, 6)
+    world.prefill.publish(1, ids, pages, queries=queries, scale=0.5)
+    assert ranking_in_manifest(world, 1) == ranked(world, pages, 22, queries, 0.5)
+
+
+def test_pages_that_the_tier_already_had_are_ranked_from_the_pool_like_the_others(worlds):
+    world = worlds()
+    ids, pages = world.prompt(22)
+    queries = queries_of(world, 5)
+    world.prefill.publish(1, ids, pages, queries=queries)
+    more = np.concatenate([ids, np.arange(13) + 5000])
+    moved = np.concatenate([pages[:5] + 20, [40, 3, 41, 39]])  # five pages are reused, from other places of the pool
+    second = world.prefill.publish(2, more, moved, chunk_pages=2, queries=queries)
+    assert second.fresh.tolist() == [False] * 5 + [True] * 4
+    assert ranking_in_manifest(world, 2) == ranked(world, moved, 35, queries, 1.0)
+    assert ranking_in_manifest(world, 1) == ranked(world, pages, 22, queries, 1.0)
+    assert world.prefill.publisher.totals["rooms_ranked"] == 2
+
+
+def test_no_more_blocks_are_ranked_than_the_limit(worlds, monkeypatch):
+    monkeypatch.setattr(publishing, "RANKED_BLOCKS", 3)
+    world = worlds()
+    ids, pages = world.prompt(61)
+    queries = queries_of(world, 8)
+    world.prefill.publish(1, ids, pages, queries=queries)
+    found = ranking_in_manifest(world, 1)
+    assert {len(row) for row in found} == {3} and found == ranked(world, pages, 61, queries, 1.0, k=3)
+
+
+@pytest.mark.parametrize("tokens, asked", [(23, False), (3, True)])
+def test_without_queries_or_whole_blocks_there_is_no_ranking(worlds, tokens, asked):
+    world = worlds()
+    ids, pages = world.prompt(tokens)
+    pub = world.prefill.publish(1, ids, pages, queries=queries_of(world, 2) if asked else None)
+    assert pub.state == COMMITTED and ranking_in_manifest(world, 1) == [[]] * world.prefill.layout.pieces
+    assert "rooms_ranked" not in world.prefill.publisher.totals and "votes_seconds" not in world.prefill.publisher.totals
+
+
+def test_cancel_returns_only_when_the_ranking_no_longer_reads_the_pool_and_nothing_is_committed(worlds, monkeypatch):
+    world = worlds()
+    ids, pages = world.prompt(24)
+    voting, go_on, returned, voted_after = threading.Event(), threading.Event(), threading.Event(), []
+    vote = votes.vote
+
+    def slow(*args):
+        voting.set()
+        assert go_on.wait(WAIT)
+        voted_after.append(returned.is_set())
+        return vote(*args)
+
+    monkeypatch.setattr(votes, "vote", slow)
+    pub = world.prefill.open(1, ids)
+    until(lambda: pub.state == OPEN)
+    world.prefill.send(pub, pages)
+    world.prefill.publisher.commit(pub, row_of(1), queries_of(world, 4), 1.0)
+    assert voting.wait(WAIT)
+    canceller = threading.Thread(target=lambda: (world.prefill.publisher.cancel(pub, "gone"), returned.set()))
+    canceller.start()
+    assert not returned.wait(0.1), "cancel came back while the pool was being read"
+    go_on.set()
+    canceller.join(WAIT)
+    until(lambda: pub.state == FAILED)
+    assert voted_after == [False] and "gone" in str(pub.error) and not world.prefill.publisher.totals["rooms_committed"]
+    world.settle()
+    thread_lives(world)
+
+
+def test_a_prompt_cancelled_before_its_ranking_is_not_read(worlds, monkeypatch):
+    world = worlds()
+    ids, pages = world.prompt(24)
+    pub = world.prefill.open(1, ids)
+    until(lambda: pub.state == OPEN)
+    world.prefill.send(pub, pages)
+    until(lambda: pub.copied_bytes == 6 * (world.prefill.layout.payload_bytes + world.prefill.layout.index_bytes))
+    voted, publisher = [], world.prefill.publisher
+    monkeypatch.setattr(votes, "vote", lambda *_: voted.append(1))
+    with pub.lock:
+        publisher.commit(pub, row_of(1), queries_of(world, 4), 1.0)
+        until(publisher._inbox.empty)
+        time.sleep(0.05)  # the publisher's thread waits for the lock
+        pub.cancelled = True  # as ``cancel`` does before it takes the lock
+    publisher._inbox.put((publisher._abandon, pub, RoomFailed("gone", room=1)))
+    until(lambda: pub.state != OPEN)
+    assert not voted and pub.state == FAILED and "gone" in str(pub.error)
+    world.settle()
+
+
+def test_queries_that_do_not_fit_end_that_request_alone(worlds):
+    world = worlds()
+    ids, pages = world.prompt(8)
+    wrong = world.prefill.publish(1, ids, pages, queries=torch.zeros(2, 9, 6, 4))
+    assert wrong.state == FAILED and isinstance(wrong.error, RoomFailed) and "internal error" in str(wrong.error)
+    thread_lives(world)
 
 
 # -- room in the arena --------------------------------------------------------------------------------------------

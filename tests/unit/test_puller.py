@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from node_rig import SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, row_of, small_layout, until
 
-from decode_node.pull import PullLimits
+from decode_node.pull import PHASES, PullLimits
 from prefill_node.publisher import COMMITTED, OPEN
 from transport.errors import (
     CapacityError,
@@ -86,7 +86,8 @@ def test_bytes_are_counted_exactly_by_phase(worlds):
     record = 2 * 3 * 2 * 4 * 4 * 4
     for room, tokens in sizes.items():
         report = world.decode.puller.reports[str(room)]
-        assert report["admitted_bytes_by_phase"] == {"records": tokens // 4 * record, "partial_page": (tokens % 4 > 0) * record, "manifest": manifests[room]}
+        assert report["admitted_bytes_by_phase"] == report["lifetime_bytes_by_phase"] == dict.fromkeys(PHASES, 0) | {
+            "records": tokens // 4 * record, "partial_page": (tokens % 4 > 0) * record, "manifest": manifests[room]}
         assert report["full_transfer_bytes"] == 2 * 2 * 3 * 4 * 4 * tokens and report["prompt_tokens"] == tokens
         assert report["admitted_bytes"] == report["lifetime_bytes"] == sum(report["admitted_bytes_by_phase"].values())
     payload = sum(-(-t // 4) * record for t in sizes.values())
@@ -242,7 +243,7 @@ def test_a_row_that_cannot_be_written_ends_that_request_alone(worlds):
     def refuse(row):
         raise LayoutMismatch("the hand-over row differs in its fields", field="metadata_lens")
 
-    world.decode.puller.fetch(pull, np.arange(2), refuse)
+    world.decode.fetch(pull, np.arange(2), refuse)
     until(lambda: pull.state == "failed", "the faulty request ends", 5)
     assert isinstance(pull.error, LayoutMismatch)
     still_serves(world)
@@ -361,7 +362,7 @@ def test_pages_are_written_only_once_they_are_vacant(worlds):
     pull = ready(world, 1)
     forward = threading.Event()
     vacant = SimpleNamespace(synchronize=lambda: forward.wait(WAIT))
-    world.decode.puller.fetch(pull, np.arange(8), lambda row: None, vacant)
+    world.decode.fetch(pull, np.arange(8), vacant=vacant)
     until(lambda: world.decode.plane.landed, "a window landed")
     time.sleep(0.05)
     assert pull.state == "pulling" and world.decode.untouched(np.arange(64))

@@ -47,7 +47,7 @@ client = WorkerClient(sys.argv[1])
 client.attach(node="victim", rank=0, layout=msgspec.json.decode(sys.argv[2], type=KVLayout), fingerprint=sys.argv[3])
 for room in (1, 2):
     client.call(m.Open, room=room, rank=0, hashes=b"", private=2)
-client.call(m.Commit, room=2, rank=0, prompt_tokens=8, roots=bytes(16), metadata=tuple(bytes(n) for n in client.welcome.geometry and (8, 12)))
+client.call(m.Commit, room=2, rank=0, prompt_tokens=8, roots=bytes(16), ranking=b"", metadata=tuple(bytes(n) for n in client.welcome.geometry and (8, 12)))
 print("OPEN", flush=True)
 time.sleep(60)
 """
@@ -246,7 +246,7 @@ def test_garbage_from_a_reader_is_answered_and_counted(tier, client, reader):
 
 
 @pytest.mark.parametrize("make, fields", [
-    (m.Open, dict(room=1, rank=0, hashes=b"", private=1)), (m.Commit, dict(room=1, rank=0, prompt_tokens=4, roots=bytes(8), metadata=(bytes(8), bytes(12)))),
+    (m.Open, dict(room=1, rank=0, hashes=b"", private=1)), (m.Commit, dict(room=1, rank=0, prompt_tokens=4, roots=bytes(8), ranking=b"", metadata=(bytes(8), bytes(12)))),
     (m.Abort, dict(room=1, rank=0, reason="")), (m.Hello, dict(protocol=m.PROTOCOL, role="worker", **HELLO))])
 def test_a_reader_cannot_publish(tier, client, reader, make, fields):
     client.call(m.Open, room=1, rank=0, hashes=b"", private=1)
@@ -254,7 +254,7 @@ def test_a_reader_cannot_publish(tier, client, reader, make, fields):
     with pytest.raises(ProtocolError, match="only a local worker"):
         reader.ask(make, **fields)
     assert tier.inventory()["rooms"] == 1 and tier.inventory()["workers"] == 1
-    client.call(m.Commit, room=1, rank=0, prompt_tokens=4, roots=bytes(8), metadata=tuple(bytes(n) for n in ROW))
+    client.call(m.Commit, room=1, rank=0, prompt_tokens=4, roots=bytes(8), ranking=b"", metadata=tuple(bytes(n) for n in ROW))
 
 
 def test_another_tier_on_the_same_socket_is_refused_and_the_first_goes_on(tier, client):
@@ -346,9 +346,10 @@ def test_the_http_numbers_follow_the_tables(tier, client, reader):
     assert before['oasis_tier_records{state="free"}'] == 64 and before["oasis_tier_arena_bytes"] == tier.server.options.arena_bytes
     client.call(m.Open, room=1, rank=0, hashes=bytes(32), private=2)
     assert scrape()['oasis_tier_records{state="writing"}'] == 3 and scrape()["oasis_tier_pages_fresh_total"] == 3
-    client.call(m.Commit, room=1, rank=0, prompt_tokens=12, roots=bytes(24), metadata=tuple(bytes(n) for n in ROW))
+    client.call(m.Commit, room=1, rank=0, prompt_tokens=12, roots=bytes(24), ranking=bytes(4 * 6 * 3), metadata=tuple(bytes(n) for n in ROW))
     epoch = reader.hello().epoch
     manifest = reader.ask(m.Await, epoch=epoch, room=1, rank=0, seconds=1.0)
+    assert manifest.ranking == bytes(4 * 6 * 3)
     now = scrape()
     assert now['oasis_tier_records{state="leased"}'] == 3 and now["oasis_tier_leases"] == 1 and now["oasis_tier_rooms_claimed_total"] == 1
     reader.ask(m.Release, epoch=epoch, leases=m.pack([manifest.lease], "u8"))

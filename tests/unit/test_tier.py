@@ -24,7 +24,7 @@ from transport.tier import TierLimits
 
 
 def test_the_record_size_these_tests_count_on():
-    assert (LAYOUT.payload_bytes, LAYOUT.summary_total) == (768, 48)
+    assert (LAYOUT.payload_bytes, LAYOUT.index_bytes, LAYOUT.pieces, LAYOUT.block_tokens) == (768, 104, 6, 4)
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def test_nothing_is_served_before_hello():
 
 
 @pytest.mark.parametrize("field, changes", [
-    ("protocol", dict(protocol=2)), ("fingerprint", dict(fingerprint="0" * 64)), ("kv_heads", dict(layout=small_layout(kv_heads=1))),
+    ("protocol", dict(protocol=1)), ("protocol", dict(protocol=3)), ("fingerprint", dict(fingerprint="0" * 64)), ("kv_heads", dict(layout=small_layout(kv_heads=1))),
     ("tp_size", dict(layout=small_layout(tp_size=2))), ("block_tokens", dict(layout=small_layout(block_tokens=16))),
     ("dtype", dict(layout=small_layout(dtype="bfloat16"))), ("metadata_lens", dict(layout=small_layout(metadata_lens=(8,))))])
 @pytest.mark.parametrize("session", ["W2", "R2"])
 def test_hello_refuses_what_differs_and_says_which(bench, session, field, changes):
-    reply = bench.say(session, m.Hello, **(dict(protocol=1, role="reader" if session == "R2" else "worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT) | changes))
+    reply = bench.say(session, m.Hello, **(dict(protocol=m.PROTOCOL, role="reader" if session == "R2" else "worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT) | changes))
     assert isinstance(reply, m.Failure) and reply.code == "LayoutMismatch" and field in reply.message
     assert session not in bench.tier.sessions
 
@@ -77,7 +77,7 @@ def test_the_arena_is_cut_anew_only_when_nobody_holds_anything(bench):
         bench.hello("W2", layout=other)
     bench.do("R1", m.Release, leases=m.pack([lease], "u8"))
     welcome = bench.hello("W2", layout=other)
-    assert welcome.geometry.payload_stride == 1536 and bench.inventory(records=16 * 832 // (1536 + 128)) is True
+    assert welcome.geometry.payload_stride == 1536 and bench.inventory(records=16 * 896 // (1536 + 128)) is True
     with pytest.raises(LayoutMismatch):
         bench.hello("R2")
     assert bench.hello("R3", layout=other).geometry == welcome.geometry
@@ -91,9 +91,11 @@ def test_a_room_from_open_to_release(bench):
     assert m.unpack(reply.records, "u4").tolist() == [0, 1, 2] and reply.fresh == b"\1\1\1"
     assert bench.inventory(writing=3, free=13, rooms=1, holders=3, held=3) is True
     assert bench.await_("R1", 7) is None and bench.inventory(waiters=1) is True
-    assert isinstance(bench.commit("W1", 7, 3, roots=[11, 12, 13], tokens=9), m.Ok)
+    order = m.pack([[1, 0]] * 6, "u4")
+    assert isinstance(bench.commit("W1", 7, 3, roots=[11, 12, 13], tokens=9, ranking=order), m.Ok)
     [(session, manifest)] = bench.mail()
     assert session == "R1" and manifest.prompt_tokens == 9 and manifest.room == 7 and manifest.metadata == ROW_BYTES
+    assert manifest.ranking == order
     assert m.unpack(manifest.roots, "u8").tolist() == [11, 12, 13] and m.unpack(manifest.generations, "u8").tolist() == [1, 1, 1]
     assert bench.inventory(leased=3, rooms=0, leases=1, waiters=0) is True
     bench.do("R1", m.Release, leases=m.pack([manifest.lease], "u8"))
@@ -111,6 +113,31 @@ def test_a_commit_that_is_not_what_was_opened(bench, changes):
         bench.commit("W1", 7, **(dict(pages=3) | changes))
     assert bench.inventory(writing=3, rooms=1) is True
     bench.commit("W1", 7, 3)
+
+
+@pytest.mark.parametrize("size", [4, 4 * 5, 4 * 6 + 1, 4 * 7, 4 * 6 * 3, 1 << 20])
+def test_a_ranking_that_cannot_be_one_of_the_prompt(bench, size):
+    """11 tokens are two whole blocks: at most two per (layer, KV head), as many for each of the six."""
+    bench.open("W1", 7, private=3)
+    with pytest.raises(ProtocolError, match="ranking") as error:
+        bench.commit("W1", 7, 3, tokens=11, ranking=bytes(size))
+    assert error.value.room == 7 and error.value.limit == "6 pieces, 2 whole blocks"
+    assert bench.inventory(writing=3, rooms=1) is True
+    bench.commit("W1", 7, 3, tokens=11)
+
+
+@pytest.mark.parametrize("tokens, size", [(11, 0), (11, 4 * 6), (11, 4 * 6 * 2), (12, 4 * 6 * 3), (3, 0)])
+def test_a_ranking_that_fits_reaches_the_reader_as_it_is(bench, tokens, size):
+    pages, ranking = -(-tokens // 4), bytes(range(256))[:size]
+    bench.open("W1", 7, private=pages)
+    bench.commit("W1", 7, pages, tokens=tokens, ranking=ranking)
+    assert bench.await_("R1", 7).ranking == ranking
+
+
+def test_without_a_whole_block_nothing_can_be_ranked(bench):
+    bench.open("W1", 7, private=1)
+    with pytest.raises(ProtocolError, match="ranking"):
+        bench.commit("W1", 7, 1, tokens=3, ranking=bytes(4 * 6))
 
 
 @pytest.mark.parametrize("hashes, private", [(b"", 0), (b"x" * 31, 0), (b"x" * 33, 1), (b"", -1), (b"x" * 64, -1), (b"", m.MAX_RECORDS + 1)])
@@ -391,7 +418,7 @@ class Chaos:
         if not self.pages:
             return
         (worker, room), roots = self.rng.choice(list(self.pages.items()))
-        ok = self.attempt(worker, m.Commit, room=room, rank=0, prompt_tokens=len(roots) * 4, roots=m.pack(roots, "u8"), metadata=ROW_BYTES)
+        ok = self.attempt(worker, m.Commit, room=room, rank=0, prompt_tokens=len(roots) * 4, roots=m.pack(roots, "u8"), ranking=b"", metadata=ROW_BYTES)
         if worker in self.workers:
             assert isinstance(ok, m.Ok)
             self.promised[room] = roots

@@ -18,7 +18,7 @@ class Bench:
 
     def __init__(self, records: int = 16, limits: TierLimits = LIMITS):
         self.now = 100.0
-        self.tier = Tier(epoch="e" * 32, arena_size=records * (768 + 64), control="tcp://x:1", endpoints=(), limits=limits, clock=lambda: self.now)
+        self.tier = Tier(epoch="e" * 32, arena_size=records * (768 + 128), control="tcp://x:1", endpoints=(), limits=limits, clock=lambda: self.now)
         self.seq = 0
 
     def say(self, session, make, **fields):
@@ -39,9 +39,10 @@ class Bench:
     def open(self, session, room, hashes=(), private=0, rank=0):
         return self.do(session, m.Open, room=room, rank=rank, hashes=b"".join(hashes), private=private)
 
-    def commit(self, session, room, pages, rank=0, roots=None, tokens=None, metadata=ROW_BYTES):
+    def commit(self, session, room, pages, rank=0, roots=None, tokens=None, metadata=ROW_BYTES, ranking=b""):
         roots = range(pages) if roots is None else roots
-        return self.do(session, m.Commit, room=room, rank=rank, prompt_tokens=tokens or pages * 4, roots=m.pack(list(roots), "u8"), metadata=metadata)
+        return self.do(session, m.Commit, room=room, rank=rank, prompt_tokens=tokens or pages * 4, roots=m.pack(list(roots), "u8"), ranking=ranking,
+                       metadata=metadata)
 
     def await_(self, session, room, seconds=20.0, rank=0):
         return self.do(session, m.Await, room=room, rank=rank, seconds=seconds)

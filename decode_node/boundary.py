@@ -1,0 +1,44 @@
+"""Step boundaries in SGLang's decode loop: a request that waits for its misses steps aside, the others go on.
+
+It goes back to the waiting queue, where SGLang looks for it when a client aborts, and re-enters the batch the way a freshly
+transferred request does. Sources: ``sglang/srt/managers/scheduler.py`` (update_running_batch), ``disaggregation/decode.py``
+(_get_new_prebuilt_batch).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http import HTTPStatus
+
+
+def hold_back(scheduler, batch) -> None:
+    """Before a decode step is prepared: requests whose tier is gone are ended, those that wait leave the batch."""
+    from sglang.srt.managers.schedule_batch import FINISH_ABORT
+
+    coordinator = scheduler.hisparse_coordinator
+    blocked = []
+    for req in batch.reqs:
+        if error := coordinator.failure(req):
+            if req.to_finish is None:
+                req.to_finish = FINISH_ABORT(f"{error.code}: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
+        elif not req.finished() and req.to_finish is None and coordinator.blocked(req):
+            blocked.append(req)
+    if blocked:
+        batch.filter_batch(reqs_to_exclude=blocked)
+        batch.batch_is_full = False
+        scheduler.waiting_queue[:0] = blocked
+        coordinator.stepper.totals["waits"] += len(blocked)
+
+
+@contextmanager
+def without_blocked(scheduler) -> Iterator[None]:
+    """The waiting queue without those that still wait for blocks; they are back in it afterwards, in front."""
+    coordinator = scheduler.hisparse_coordinator
+    blocked = [req for req in scheduler.waiting_queue if coordinator.blocked(req)]
+    if blocked:
+        scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in blocked]
+    try:
+        yield
+    finally:
+        scheduler.waiting_queue[:0] = blocked

@@ -1,0 +1,286 @@
+"""The object that SGLang calls ``hisparse_coordinator``: requests hold working sets instead of whole prompts.
+
+SGLang's scheduler asks it for admission, per-step slots, release and retraction (``sglang/srt/managers/hisparse_coordinator.py``
+names the surface). A request is granted everything it will ever hold (pages, a working set, room for what it generates)
+before anything is pulled for it, in the order of arrival, so nothing is allocated while it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats
+
+from decode_node.budget import Budget, require_possible
+from decode_node.entry import Entry
+from decode_node.page_table import PageTable
+from decode_node.pieces import PoolPieces
+from decode_node.pool import NO_SPECULATION, CompactAllocator, VirtualHostPool
+from decode_node.pull import Pull
+from transport.errors import CapacityError
+
+log = logging.getLogger("oasis.decode")
+
+
+class Coordinator:
+    """Owner of the entries, of the physical pages they hold and of the page table. Scheduler thread only.
+
+    Built with the KV pool, before attention back ends; ``bind`` adds what pulls and selects (``binding.py``).
+    """
+
+    def __init__(self, runner, budget: Budget):
+        allocator: CompactAllocator = runner.token_to_kv_pool_allocator
+        allocator.coordinator = self
+        self.budget, self.pool = budget, runner.token_to_kv_pool
+        self.logical, self.physical = allocator.logical_attn_allocator, allocator.hisparse_attn_allocator
+        self.mapping = allocator.full_to_hisparse_device_index_mapping
+        self.req_to_token = runner.req_to_token_pool.req_to_token
+        self.page = budget.page
+        rows, context = self.req_to_token.shape
+        self.max_blocks = -(-context // self.page)
+        self.table = PageTable(rows, max(self.max_blocks, budget.working + budget.tail), self.page, self.pool.device)
+        self.entries: dict[int, Entry] = {}
+        self.waiting: list[Entry] = []
+        self.parked: dict[int, Parked] = {}
+        self.parked_pages = 0
+        self.batch: list[Entry | None] = []
+        self.stepper = self.trace = None
+        self.peak_pages = self.peak_batch = 0
+        self.leaks = 0
+        # What SGLang reads.
+        self.padded_buffer_size = self.page
+        """Admission is ours (``reserve``); SGLang only has to see whether there is a page at all."""
+        self.device_buffer_size = budget.working * self.page
+        self.spec_swap = NO_SPECULATION
+        self.num_real_reqs = torch.zeros(1, dtype=torch.int32, device=self.pool.device)
+        self.mem_pool_host = VirtualHostPool(self.pool)
+        self.req_to_host_pool = torch.zeros((0, 0), dtype=torch.int64)
+        self.req_to_host_pool_allocated_len = torch.zeros(0, dtype=torch.int64)
+        self.ack_staging_queue: list = []
+
+    def bind(self, *, pieces: PoolPieces, sets, cache, stepper, puller, admit: Callable[[Entry], None], trace=None) -> None:
+        """``admit(entry)`` starts the pull of a request that has been granted what it needs."""
+        self.pieces, self.sets, self.cache, self.stepper, self.puller, self.admit, self.trace = pieces, sets, cache, stepper, puller, admit, trace
+
+    # -- admission ----------------------------------------------------------------------------------------------
+
+    def reserve(self, req, pull: Pull) -> Entry:
+        """Queues a request whose prompt is committed; ``admit`` is called once it holds all it needs. Raises
+        ``ConfigError`` for wrong options of the request, ``CapacityError`` for one that cannot ever be held."""
+        row = req.kv.req_pool_idx
+        prompt, new = len(req.origin_input_ids), req.sampling_params.max_new_tokens
+        budget = self.budget.for_request(req.sampling_params.custom_params)
+        need = budget.need(prompt, min(new, self.req_to_token.shape[1] - prompt))
+        require_possible(need, self.physical.size // self.page, page=self.page, room=pull.room)
+        if need.selecting and need.generated * self.sets.layout.pieces > self.cache.capacity:
+            raise CapacityError("what the request may generate does not fit the host cache", room=pull.room,
+                                limit=f"host_cache_bytes={self.cache.capacity * self.cache.piece_bytes}")
+        if row in self.entries:
+            raise AssertionError(f"row {row} is taken")
+        entry = self.entries[row] = Entry(row=row, rid=req.rid, prompt=prompt, budget=budget, need=need, pull=pull)
+        self.waiting.append(entry)
+        self._grant()
+        return entry
+
+    def _grant(self) -> None:
+        while self.waiting and self._granted(self.waiting[0]):
+            entry = self.waiting.pop(0)
+            whole = entry.prompt // self.page
+            self.table.bind(entry.row, entry.pages, tokens=entry.prompt, working=min(whole, entry.need.working),
+                            most_working=entry.need.working, most_tail=max(entry.budget.tail, entry.need.pages - whole + 1) if not entry.need.selecting
+                            else entry.budget.tail)
+            self.admit(entry)
+
+    def _granted(self, entry: Entry) -> bool:
+        """All that ``entry`` needs, or nothing."""
+        need = entry.need
+        if self.physical.available_size() // self.page - self.parked_pages < need.pages:
+            return False
+        if need.selecting:
+            if not self.sets.free or not self.cache.reserve(need.generated * self.sets.layout.pieces):
+                return False
+            entry.set = self.sets.acquire()
+        entry.pages = self._allocate(need.pages)
+        return True
+
+    def _allocate(self, pages: int) -> np.ndarray:
+        slots = self.physical.alloc(pages * self.page)
+        if slots is None:
+            raise AssertionError(f"{pages} pages were free and are not")
+        self.peak_pages = max(self.peak_pages, self.used_pages)
+        return (slots[:: self.page] // self.page).cpu().numpy().astype(np.int64)
+
+    def admit_request_direct(self, req) -> None:
+        """The pull is complete. Warm-up requests have no entry: they run over the padding page."""
+        req.hisparse_staging = False
+
+    # -- each step ----------------------------------------------------------------------------------------------
+
+    def map_last_loc_to_buffer(self, seq_lens, out_cache_loc, req_pool_indices, seq_lens_cpu, req_pool_indices_cpu) -> None:
+        rows, lengths = req_pool_indices_cpu.numpy(), seq_lens_cpu.numpy()
+        slots, folds = self.table.append(rows, lengths)
+        self.stepper.folds += folds
+        self.mapping[out_cache_loc] = torch.from_numpy(slots).to(self.mapping.device)
+        self.peak_batch = max(self.peak_batch, len(rows))
+
+    def begin_step(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """On the forward's stream, before its first layer. Returns compact lengths int64 [b]."""
+        if self.stepper is None:  # a warm-up forward while the server starts
+            return self.table.lengths(rows, lengths)
+        self.batch = [self.entries.get(row) for row in rows.tolist()]
+        compact = self.stepper.begin(self.batch, rows, lengths)
+        if self.trace:
+            sets = [-1 if e is None or e.set is None else e.set for e in self.batch]
+            self.trace.write("step", rows=rows, lengths=lengths, compact=compact, folded=self.table.folded[rows], working=self.table.working[rows],
+                             rooms=[-1 if e is None else e.pull.room for e in self.batch], block_at=self.sets.block_at[sets])
+        return compact
+
+    def tap(self, layer: int, q, k, v, out) -> None:
+        if self.stepper is None:
+            return
+        self.stepper.tap(layer, q)
+        if self.trace:
+            self.trace.write(f"layer{layer}", q=q, k=k, v=v, out=out)
+
+    def end_step(self) -> None:
+        """After the last layer."""
+        if self.stepper is not None:
+            self.stepper.end(self.batch)
+
+    def blocked(self, req) -> bool:
+        """Whether a running request has to wait at the step boundary for blocks that it missed."""
+        entry = self.entries.get(req.kv.req_pool_idx)
+        return entry is not None and not self.stepper.ready(entry)
+
+    def failure(self, req) -> Exception | None:
+        """Why a running request cannot go on, if its tier or its lease is gone."""
+        entry = self.entries.get(req.kv.req_pool_idx)
+        return entry.pull.error if entry is not None and entry.failed else None
+
+    # -- ends ---------------------------------------------------------------------------------------------------
+
+    def request_finished(self, req) -> None:
+        """Idempotent, and harmless for requests that were never admitted."""
+        row = req.kv.req_pool_idx
+        if row is None:
+            return
+        # Before SGLang frees the logical ids: it would free again every page that they still point to.
+        self.mapping[self.req_to_token[row, : req.kv.kv_allocated_len].long()] = 0
+        if entry := self.entries.pop(row, None):
+            self._release(entry)
+
+    def _release(self, entry: Entry) -> None:
+        if entry.released:
+            return
+        entry.released = True
+        if entry in self.waiting:
+            self.waiting.remove(entry)
+        self.puller.cancel(entry.pull, "the request ended on the decode node")
+        self.puller.release(entry.pull)
+        if entry.set is not None:
+            self.cache.drop(entry.set)
+            self.cache.unreserve(entry.need.generated * self.sets.layout.pieces)
+            self.sets.release(entry.set)
+        self._free_pages(entry)
+        self._grant()
+        if not self.entries and not self.parked and any((held := self.held()).values()):
+            self.leaks += 1
+            log.error("nothing runs, and yet something is held: %s", held)
+
+    def _free_pages(self, entry: Entry) -> None:
+        if entry.pages is not None:
+            self.table.clear(entry.row)
+            self.physical.free(torch.from_numpy((entry.pages[:, None] * self.page + np.arange(self.page)).reshape(-1)).to(self.pool.device))
+            entry.pages = None
+
+    # -- retraction ---------------------------------------------------------------------------------------------
+
+    def retract_req(self, req) -> None:
+        """Keeps a host copy of what the request's pages hold and gives them back. Its set, its host cache and its lease stay."""
+        row = req.kv.req_pool_idx
+        self.mapping[self.req_to_token[row, : req.kv.kv_allocated_len].long()] = 0
+        entry = self.entries.pop(row, None)
+        if entry is None:
+            return
+        entry.pages = self.table.pages[row, : len(entry.pages)].copy()  # in the order that folding has given them
+        parked = Parked(entry, self.pieces.snapshot(entry.pages), self.table.counts(row))
+        parked.guard = weakref.finalize(parked, self._abandon, entry)
+        self.parked_pages += len(entry.pages)
+        self._free_pages(entry)
+        self.parked[row] = parked
+
+    def park(self, row: int) -> Parked | None:
+        """SGLang's request keeps the parked state; when it lets go of it without resuming, everything is released."""
+        return self.parked.pop(row, None)
+
+    def unpark(self, parked: Parked | None, row: int) -> None:
+        if parked is None:
+            return
+        entry = parked.entry
+        parked.guard.detach()
+        entry.row, entry.pages = row, self._allocate(parked.content.shape[2])
+        self.parked_pages -= len(entry.pages)
+        self.pieces.restore(entry.pages, parked.content)
+        self.table.restore(row, entry.pages, parked.counts)
+        self.entries[row] = entry
+
+    def _abandon(self, entry: Entry) -> None:
+        self.parked_pages -= entry.need.pages
+        self._release(entry)
+
+    def report(self) -> dict:
+        """For ``/server_info``."""
+        cache, stepper = self.cache, self.stepper
+        return {"held": self.held(), "logical_tokens": self.logical.size - self.logical.available_size(), "live": len(self.entries),
+                "physical_tokens": self.physical.size, "physical_tokens_peak": self.peak_pages * self.page, "batch_peak": self.peak_batch,
+                "sets": self.sets.size, "leaks": self.leaks, "steps": dict(stepper.totals),
+                "host_cache": {"capacity_bytes": cache.capacity * cache.piece_bytes, "used_bytes": cache.used_bytes, "peak_bytes": cache.peak_bytes,
+                               "average_bytes": int(cache.average_bytes()), "pinned_bytes": cache.pinned_bytes, "reserved_bytes": cache.reserved_bytes,
+                               "evicted": cache.evicted, "uncached": cache.uncached}}
+
+    # -- figures and the rest of the surface --------------------------------------------------------------------
+
+    @property
+    def used_pages(self) -> int:
+        return (self.physical.size - self.physical.available_size()) // self.page
+
+    def held(self) -> dict[str, int]:
+        """Everything a finished request must have given back, by scanning; all zero when nothing runs."""
+        return {"pages": self.used_pages, "mapped": int((self.mapping[:-1] > 0).sum()), "sets": self.sets.size - self.sets.free, "waiting": len(self.waiting),
+                "parked_pages": self.parked_pages, **{f"cache_{k}": v for k, v in self.cache.scan().items() if k != "free"}}
+
+    def get_token_stats(self) -> HiSparseTokenStats:
+        pages, size = self.used_pages * self.page, self.physical.size
+        used, capacity = self.cache.used_bytes, self.cache.capacity * self.cache.piece_bytes
+        per_token = self.sets.layout.token_bytes
+        return HiSparseTokenStats(device_tokens=pages, device_token_usage=pages / size, host_tokens=used // per_token, host_token_usage=used / capacity)
+
+    def host_token_len(self, kv_allocated_len: int) -> int:
+        return kv_allocated_len
+
+    def has_ongoing_staging(self) -> bool:
+        return False
+
+    def collect_ready_reqs(self) -> list:
+        return []
+
+    def wait_for_pending_backup(self) -> None:
+        """Nothing is backed up on another stream."""
+
+    def set_decode_producer_stream(self, stream) -> None:
+        """Commits run on the forward's own stream."""
+
+    def destroy(self) -> None:
+        """Memory goes with the process."""
+
+
+class Parked(SimpleNamespace):
+    """A retracted request: its entry, a host copy of its pages and what the page table said of them."""
+
+    def __init__(self, entry: Entry, content: torch.Tensor, counts: tuple[int, ...]):
+        super().__init__(entry=entry, content=content, counts=counts, guard=None)

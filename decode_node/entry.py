@@ -1,0 +1,53 @@
+"""A request on the decode node, from its reservation to its release."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Self
+
+import numpy as np
+
+from decode_node.budget import Budget, Need
+from decode_node.pull import FAILED, Pull
+
+
+class Swaps(NamedTuple):
+    """Blocks that come into a working set at its next step: int64 [n] each, slots distinct per piece."""
+
+    pieces: np.ndarray
+    slots: np.ndarray
+    blocks: np.ndarray
+
+    @classmethod
+    def none(cls) -> Self:
+        empty = np.zeros(0, np.int64)
+        return cls(empty, empty, empty)
+
+
+@dataclass(eq=False)
+class Entry:
+    """Owner: the coordinator. ``row``: SGLang's request row; ``set``: its working set, None while all its blocks fit.
+
+    ``digests`` uint64 [whole, S]: checksums of the prompt's pieces, known once the index has landed.
+    """
+
+    row: int
+    rid: str
+    prompt: int
+    budget: Budget
+    need: Need
+    pull: Pull
+    pages: np.ndarray | None = None
+    set: int | None = None
+    digests: np.ndarray | None = None
+    swaps: Swaps = field(default_factory=Swaps.none)
+    wait_until: float = 0.0
+    released: bool = False
+
+    @property
+    def wait(self) -> bool:
+        return self.budget.wait
+
+    @property
+    def failed(self) -> bool:
+        return self.pull.state == FAILED

@@ -1,0 +1,232 @@
+"""The host cache: bounded memory on the decode node for pieces that were pulled and for generated blocks that were sealed.
+
+What a tier holds as well may be evicted, least recently used first. What exists nowhere else is *pinned*, and only goes with
+its request; room for it is reserved beforehand, so that keeping it cannot fail.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from transport.errors import CapacityError, ConfigError
+
+EVICTED_SHARE = 16
+"""When room is short, at least one sixteenth of all pieces goes at once: finding the oldest costs a look at all of them."""
+
+
+class HostCache:
+    """Pieces of ``piece_bytes`` by (set, piece, block), in at most ``capacity_bytes``. Thread safe.
+
+    ``slot`` int32 [sets, pieces, blocks] says where in ``memory`` uint8 [capacity, piece_bytes] a piece is, -1: nowhere.
+    Pages of ``memory`` are taken from the system when first used; with ``pin`` at once, locked for CUDA.
+
+    Owner of a set's pieces is who has the set, and ends them with ``drop``. At all times
+    ``pinned <= reserved <= capacity``, and pieces that are not pinned leave ``reserved`` room alone or make way for it.
+    """
+
+    def __init__(self, sets: int, pieces: int, blocks: int, piece_bytes: int, capacity_bytes: int, pin: bool = False, *,
+                 clock: Callable[[], float] = time.monotonic):
+        """Raises ``ConfigError`` on sizes that cannot be, ``CapacityError`` when the memory is not to be had."""
+        self.piece_bytes, self.capacity = piece_bytes, capacity_bytes // max(1, piece_bytes)
+        if min(sets, pieces, blocks, piece_bytes) < 1 or not 0 <= self.capacity < 1 << 31:
+            raise ConfigError("impossible size of a host cache", limit=f"{sets} x {pieces} x {blocks} pieces of {piece_bytes} bytes in {capacity_bytes}")
+        try:
+            self.memory = _memory(self.capacity, piece_bytes, pin)
+            self.slot = np.full((sets, pieces, blocks), -1, np.int32)
+            self._table = self.slot.reshape(-1)
+            # By slot: whose piece it holds (index into the table, -1: nobody's), when it was last used, whether it may go.
+            self._owner = np.full(self.capacity, -1, np.int64)
+            self._used_at = np.zeros(self.capacity, np.int64)
+            self._pinned = np.zeros(self.capacity, bool)
+            self._free = np.arange(self.capacity, dtype=np.int32)[::-1].copy()
+        except (OSError, OverflowError, MemoryError, RuntimeError) as error:
+            raise CapacityError(f"no memory for the host cache: {error}", limit=f"{capacity_bytes} bytes") from error
+        self._free_count = self.capacity
+        self._pinned_count = self._reserved = self._peak = self._uses = 0
+        self.evicted = self.uncached = 0
+        self._lock = threading.Lock()
+        self._clock = clock
+        self._started = self._weighed_at = clock()
+        self._weight = 0.0
+
+    # -- figures ------------------------------------------------------------------------------------------------
+
+    @property
+    def used_bytes(self) -> int:
+        return (self.capacity - self._free_count) * self.piece_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self._pinned_count * self.piece_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Of which ``pinned_bytes`` are in use."""
+        return self._reserved * self.piece_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._peak * self.piece_bytes
+
+    def average_bytes(self) -> float:
+        """``used_bytes`` over the time since the start."""
+        with self._lock:
+            self._weigh()
+            elapsed = self._weighed_at - self._started
+            return self._weight / elapsed * self.piece_bytes if elapsed > 0 else float(self.used_bytes)
+
+    def scan(self) -> dict[str, int]:
+        """Pieces ``used``, ``pinned`` and ``free``, recounted from the tables, each from its own. Slow."""
+        with self._lock:
+            held = self._table[self._table >= 0]
+            return {"used": len(held), "pinned": int(self._pinned[held].sum()), "free": int((self._owner < 0).sum())}
+
+    # -- pieces -------------------------------------------------------------------------------------------------
+
+    def insert(self, set: int, piece: np.ndarray, block: np.ndarray, data: np.ndarray, pinned: bool = False) -> None:
+        """Copies ``data`` uint8 [n, piece_bytes], the pieces ``piece`` int [n] of blocks ``block`` int [n]; what was there
+        is replaced. Without room for all that is not pinned the rest is left out and counted in ``uncached``. ``pinned``
+        needs reserved room: raises ``CapacityError`` without it, and then nothing has changed."""
+        keys = self._keys(set, piece, block)
+        if data.shape != (len(keys), self.piece_bytes):
+            raise ValueError(f"{len(keys)} pieces of {self.piece_bytes} bytes, and data of shape {data.shape}")
+        with self._lock:
+            now = self._uses
+            self._uses += len(keys)
+            slots = self._table[keys]
+            here = slots[slots >= 0]
+            new = _distinct(keys[slots < 0])
+            if pinned:
+                fresh = np.unique(here[~self._pinned[here]])
+                want = self._pinned_count + len(fresh) + len(new)
+                if want > self._reserved:
+                    raise CapacityError("no room is reserved in the host cache for pinned pieces", limit=f"{self._reserved} of {self.capacity} pieces")
+                self._pinned[fresh] = True
+                self._pinned_count += len(fresh)
+                room = self._free_count
+            else:
+                kept = self.capacity - self._free_count - self._pinned_count
+                room = self.capacity - max(self._reserved, self._pinned_count) - kept
+            self._used_at[here] = now  # so that they stay
+            if 0 < len(new) > room:
+                room += self._evict(len(new) - room, now)
+            placed = new[: max(0, room)]
+            self.uncached += len(new) - len(placed)
+            self._place(placed, pinned)
+            slots = self._table[keys]
+            there = np.flatnonzero(slots >= 0)
+            if len(there) < len(keys):
+                slots, data = slots[there], data[there]
+            self.memory[slots] = data
+            self._used_at[slots] = now + there
+
+    def read(self, set: np.ndarray, piece: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A copy uint8 [n, piece_bytes] of pieces given by three int [n], and bool [n]: which of them are here (zeros
+        stand for the others)."""
+        keys = self._keys(set, piece, block)
+        with self._lock:
+            slots = self._table[keys]
+            here = slots >= 0
+            self._used_at[slots[here]] = self._uses + np.flatnonzero(here)
+            self._uses += len(keys)
+            if here.all():
+                return self.memory.take(slots, axis=0), here
+            data = np.zeros((len(keys), self.piece_bytes), np.uint8)
+            data[here] = self.memory.take(slots[here], axis=0)
+            return data, here
+
+    def held(self, sets: np.ndarray, blocks: int) -> np.ndarray:
+        """bool [b, pieces, blocks]: which of the first ``blocks`` blocks of ``sets`` int [b] are here. Counts as no use."""
+        with self._lock:
+            return self.slot[np.asarray(sets), :, :blocks] >= 0
+
+    def drop(self, set: int) -> None:
+        """Frees all pieces of a set, pinned ones too; the reservation is its owner's to give back. Idempotent."""
+        if not 0 <= set < len(self.slot):
+            raise ValueError(f"set {set} of {len(self.slot)}")
+        with self._lock:
+            table = self.slot[set]
+            slots = table[table >= 0]
+            table.fill(-1)
+            self._vacate(slots)
+
+    # -- room for pinned pieces -----------------------------------------------------------------------------------
+
+    def reserve(self, n: int) -> bool:
+        """Promises room for ``n`` more pinned pieces; False: there is none. Evicts nothing yet."""
+        with self._lock:
+            fits = self._reserved + n <= self.capacity
+            self._reserved += n if fits else 0
+            return fits
+
+    def unreserve(self, n: int) -> None:
+        """Takes back a promise, once ``drop`` has freed what used it. Raises ``ValueError`` for more than was promised."""
+        with self._lock:
+            if not 0 <= n <= self._reserved:
+                raise ValueError(f"{n} pieces were never reserved")
+            self._reserved -= n
+
+    # -- under the lock -------------------------------------------------------------------------------------------
+
+    def _keys(self, set, piece: np.ndarray, block: np.ndarray) -> np.ndarray:
+        """int64 [n] into the table. Raises ``ValueError`` for what is outside it."""
+        return np.ravel_multi_index((np.broadcast_to(set, np.shape(piece)), piece, block), self.slot.shape).astype(np.int64, copy=False)
+
+    def _place(self, keys: np.ndarray, pinned: bool) -> None:
+        """Gives free slots to distinct ``keys`` that have none."""
+        self._weigh()
+        n = len(keys)
+        slots = self._free[self._free_count - n : self._free_count][::-1]
+        self._free_count -= n
+        self._table[keys] = slots
+        self._owner[slots] = keys
+        self._pinned[slots] = pinned
+        self._pinned_count += n if pinned else 0
+        self._peak = max(self._peak, self.capacity - self._free_count)
+
+    def _evict(self, need: int, now: int) -> int:
+        """Frees at least ``need`` slots of pieces not pinned and not used since ``now``, or as many as there are."""
+        candidates = np.flatnonzero((self._owner >= 0) & ~self._pinned & (self._used_at < now))
+        n = min(len(candidates), max(need, self.capacity // EVICTED_SHARE))
+        if n < len(candidates):
+            candidates = candidates[np.argpartition(self._used_at[candidates], n)[:n]]
+        self._table[self._owner[candidates]] = -1
+        self._vacate(candidates)
+        self.evicted += n
+        return n
+
+    def _vacate(self, slots: np.ndarray) -> None:
+        self._weigh()
+        self._pinned_count -= int(self._pinned[slots].sum())
+        self._pinned[slots] = False
+        self._owner[slots] = -1
+        self._free[self._free_count : self._free_count + len(slots)] = slots
+        self._free_count += len(slots)
+
+    def _weigh(self) -> None:
+        """Adds what was used since the last change to the average. Before every change."""
+        now = self._clock()
+        self._weight += (self.capacity - self._free_count) * (now - self._weighed_at)
+        self._weighed_at = now
+
+
+def _distinct(keys: np.ndarray) -> np.ndarray:
+    """Each key once, in order of first appearance."""
+    _, first = np.unique(keys, return_index=True)
+    return keys[np.sort(first)]
+
+
+def _memory(pieces: int, piece_bytes: int, pin: bool) -> np.ndarray:
+    """uint8 [pieces, piece_bytes]."""
+    if pin:
+        import torch
+
+        return torch.empty((pieces, piece_bytes), dtype=torch.uint8, pin_memory=True).numpy()
+    size = pieces * piece_bytes
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return np.frombuffer(memory, np.uint8)[:size].reshape(pieces, piece_bytes)
