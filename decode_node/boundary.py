@@ -22,7 +22,8 @@ def hold_back(scheduler, batch) -> None:
         if error := coordinator.failure(req):
             if req.to_finish is None:
                 req.to_finish = FINISH_ABORT(f"{error.code}: {error}", HTTPStatus.SERVICE_UNAVAILABLE)
-        elif not req.finished() and req.to_finish is None and coordinator.blocked(req):
+        # With overlap its last result is still to come, and may end it: it must not be in the waiting queue then.
+        elif not (scheduler.enable_overlap or req.finished() or req.to_finish) and coordinator.blocked(req):
             blocked.append(req)
     if blocked:
         batch.filter_batch(reqs_to_exclude=blocked)
@@ -33,8 +34,10 @@ def hold_back(scheduler, batch) -> None:
 
 @contextmanager
 def without_blocked(scheduler) -> Iterator[None]:
-    """The waiting queue without those that still wait for blocks; they are back in it afterwards, in front."""
+    """The waiting queue without those that still wait for blocks; they are back in it afterwards, in front. SGLang looks into
+    the queue at every turn."""
     coordinator = scheduler.hisparse_coordinator
+    coordinator.tidy()
     blocked = [req for req in scheduler.waiting_queue if coordinator.blocked(req)]
     if blocked:
         scheduler.waiting_queue = [req for req in scheduler.waiting_queue if req not in blocked]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -47,7 +48,9 @@ class Coordinator:
         self.entries: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
         self.parked: dict[int, Parked] = {}
+        """By row, from ``retract_req`` until SGLang takes them over with ``park``."""
         self.parked_pages = 0
+        self._dropped: deque[Entry] = deque()
         self.batch: list[Entry | None] = []
         self.stepper = self.trace = None
         self.peak_pages = self.peak_batch = 0
@@ -72,6 +75,7 @@ class Coordinator:
     def reserve(self, req, pull: Pull) -> Entry:
         """Queues a request whose prompt is committed; ``admit`` is called once it holds all it needs. Raises
         ``ConfigError`` for wrong options of the request, ``CapacityError`` for one that cannot ever be held."""
+        self.tidy()
         row = req.kv.req_pool_idx
         prompt, new = len(req.origin_input_ids), req.sampling_params.max_new_tokens
         budget = self.budget.for_request(req.sampling_params.custom_params)
@@ -188,7 +192,7 @@ class Coordinator:
             self.sets.release(entry.set)
         self._free_pages(entry)
         self._grant()
-        if not self.entries and not self.parked and any((held := self.held()).values()):
+        if not self.entries and not self.parked_pages and any((held := self.held()).values()):
             self.leaks += 1
             log.error("nothing runs, and yet something is held: %s", held)
 
@@ -202,6 +206,7 @@ class Coordinator:
 
     def retract_req(self, req) -> None:
         """Keeps a host copy of what the request's pages hold and gives them back. Its set, its host cache and its lease stay."""
+        self.tidy()
         row = req.kv.req_pool_idx
         self.mapping[self.req_to_token[row, : req.kv.kv_allocated_len].long()] = 0
         entry = self.entries.pop(row, None)
@@ -209,13 +214,14 @@ class Coordinator:
             return
         entry.pages = self.table.pages[row, : len(entry.pages)].copy()  # in the order that folding has given them
         parked = Parked(entry, self.pieces.snapshot(entry.pages), self.table.counts(row))
-        parked.guard = weakref.finalize(parked, self._abandon, entry)
+        parked.guard = weakref.finalize(parked, self._dropped.append, entry)
+        parked.guard.atexit = False
         self.parked_pages += len(entry.pages)
         self._free_pages(entry)
         self.parked[row] = parked
 
     def park(self, row: int) -> Parked | None:
-        """SGLang's request keeps the parked state; when it lets go of it without resuming, everything is released."""
+        """SGLang's request keeps the parked state; when it lets go of it without resuming, ``tidy`` releases everything."""
         return self.parked.pop(row, None)
 
     def unpark(self, parked: Parked | None, row: int) -> None:
@@ -229,9 +235,14 @@ class Coordinator:
         self.table.restore(row, entry.pages, parked.counts)
         self.entries[row] = entry
 
-    def _abandon(self, entry: Entry) -> None:
-        self.parked_pages -= entry.need.pages
-        self._release(entry)
+    def tidy(self) -> None:
+        """Releases the retracted requests that SGLang has let go of, or never took over. At every turn of the scheduler: a
+        finaliser may run on any thread, whatever locks that thread holds, so it only says what was dropped."""
+        self.parked.clear()
+        while self._dropped:
+            entry = self._dropped.popleft()
+            self.parked_pages -= entry.need.pages
+            self._release(entry)
 
     def report(self) -> dict:
         """For ``/server_info``."""
@@ -251,7 +262,8 @@ class Coordinator:
 
     def held(self) -> dict[str, int]:
         """Everything a finished request must have given back, by scanning; all zero when nothing runs."""
-        return {"pages": self.used_pages, "mapped": int((self.mapping[:-1] > 0).sum()), "sets": self.sets.size - self.sets.free, "waiting": len(self.waiting),
+        mapped = int((self.mapping[:-1] >= self.page).sum())  # warm-up requests write to the padding page
+        return {"pages": self.used_pages, "mapped": mapped, "sets": self.sets.size - self.sets.free, "waiting": len(self.waiting),
                 "parked_pages": self.parked_pages, **{f"cache_{k}": v for k, v in self.cache.scan().items() if k != "free"}}
 
     def get_token_stats(self) -> HiSparseTokenStats:

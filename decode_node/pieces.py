@@ -30,7 +30,9 @@ class PoolPieces:
         return self.kv[:, :, self._index(pages)].permute(2, 0, 4, 1, 3, 5).contiguous()
 
     def snapshot(self, pages: np.ndarray) -> torch.Tensor:
-        """A host copy of whole ``pages`` that ``restore`` takes."""
+        """A host copy of whole ``pages`` that ``restore`` takes, with what any stream is still writing to them."""
+        if self.kv.is_cuda:
+            torch.cuda.synchronize(self.kv.device)
         return self.kv[:, :, self._index(pages)].cpu()
 
     def restore(self, pages: np.ndarray, content: torch.Tensor) -> None:

@@ -47,15 +47,18 @@ def _wrapped(factory: Callable) -> Callable:
 
 
 def _tapped(runner, backend):
-    """A prefill back end whose queries of the prompts' last tokens are kept."""
-    from sglang.srt.runtime_context import get_disagg
+    """A prefill back end whose queries of the prompts' last tokens are kept; for tests their K and V are written down."""
+    from sglang.srt.runtime_context import get_disagg, get_memory
 
     if get_disagg().disaggregation_mode == "prefill":
+        from oasis_sglang.trace import Trace, trace_prompts
         from prefill_node.query_tap import QueryTap
 
         if getattr(runner, "oasis_tap", None) is None:
             runner.oasis_tap = QueryTap()
         runner.oasis_tap.install(backend)
+        if folder := config.load(get_memory().hisparse_config).trace_dir:
+            trace_prompts(backend, Trace(folder, "prefill"))
     return backend
 
 

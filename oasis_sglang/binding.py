@@ -169,7 +169,11 @@ def bind_decode(manager, queue) -> None:
         return event
 
     def exported(totals, gauges) -> None:
-        export(totals, {**gauges, "host_bytes": staging.region.nbytes, "kv_pool_tokens": physical.size - physical.available_size()})
+        sets = {}
+        if coordinator is not None and coordinator.stepper is not None:
+            totals = {**totals, **coordinator.stepper.totals}
+            sets = {"host_cache_bytes": coordinator.cache.used_bytes, "working_sets": coordinator.sets.size - coordinator.sets.free}
+        export(totals, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": physical.size - physical.available_size()})
 
     sink = PageSink(pool.k_buffer, pool.v_buffer, layout)
     puller = Puller(

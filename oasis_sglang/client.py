@@ -6,6 +6,7 @@ Standard library only, so that importing it costs nothing and measures nothing b
 from __future__ import annotations
 
 import json
+import random
 import time
 import urllib.error
 import urllib.request
@@ -48,11 +49,13 @@ def generate(
     max_new_tokens: int,
     rid: str | None = None,
     sampling: Mapping[str, object] | None = None,
+    extra: Mapping[str, object] | None = None,
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> Generation:
-    """Greedy and to full length unless ``sampling`` says otherwise. Raises GenerateError, or OSError."""
+    """Greedy and to full length unless ``sampling`` says otherwise; ``extra``: other fields of the request. Raises
+    GenerateError, or OSError."""
     greedy = {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True}
-    body = {"input_ids": list(input_ids), "sampling_params": {**greedy, **(sampling or {})}, "stream": True}
+    body = {"input_ids": list(input_ids), "sampling_params": {**greedy, **(sampling or {})}, "stream": True, **(extra or {})}
     if rid is not None:
         body["rid"] = rid
     start = time.perf_counter()
@@ -64,6 +67,20 @@ def generate(
         raise GenerateError(f"{url} closed the stream without an answer")
     meta = last["meta_info"]
     return Generation(meta["id"], meta["prompt_tokens"], last["output_ids"], times, meta["finish_reason"])
+
+
+def generate_on_pair(prefill: str, decode: str, bootstrap_port: int, input_ids: Sequence[int], **options) -> Generation:
+    """Does the router's part: one request to both workers of a pair, the answer is decode's. For fields of a request that
+    the router does not pass on, such as ``custom_params``. Options as for ``generate``."""
+    room = random.getrandbits(62)
+    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": room, **(options.pop("extra", None) or {})}
+    options.setdefault("rid", f"pair-{room}")
+    with ThreadPoolExecutor(1) as pool:
+        # What decode says counts: a prompt that prefill cannot serve ends there too.
+        first = pool.submit(generate, prefill, input_ids, extra=pair, **options)
+        answer = generate(decode, input_ids, extra=pair, **options)
+        first.result()
+    return answer
 
 
 def generate_concurrently(url: str, prompts: Sequence[Sequence[int]], **options) -> list[Generation]:

@@ -22,8 +22,8 @@ ACTIVE_ENV = "SGLANG_OASIS_ACTIVE"
 class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker's options; every field is an option of the same name.
 
-    Both: node: its name (default: the host's). summary: kind built at publication and used for scoring, "none" for none.
-    trace_dir: tests only, taps write what they see there.
+    Both: node: its name (default: the host's). summary: kind built at publication and used for scoring, "none" for none;
+    the control_ kinds are for measuring. trace_dir: tests only, taps write what they see there.
 
     Prefill: tier: unix socket of the node's tier. reserve_seconds: how long a prompt may wait for room in the arena.
     tier_start_seconds: how long to wait for the tier at start.
@@ -72,10 +72,10 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def validate(self, role: str) -> OasisConfig:
         """Raises ``ConfigError`` naming the option."""
-        from oasis_sglang.selection import SUMMARY_NAMES
+        from oasis_sglang.selection import CONTROL_NAMES, SUMMARY_NAMES
 
         choices = {"data_plane": ("nixl", "zmq"), "mode": ("sparse", "exact"), "admission": ("selected", "full"),
-                   "on_miss": ("defer", "wait"), "summary": (*SUMMARY_NAMES, "none")}
+                   "on_miss": ("defer", "wait"), "summary": (*SUMMARY_NAMES, *CONTROL_NAMES, "none")}
         for option, allowed in choices.items():
             if getattr(self, option) not in allowed:
                 raise ConfigError(f"Oasis option {option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")

@@ -1,5 +1,8 @@
 """The demo: the same prompts through stock SGLang PD over NIXL, then through Oasis, and what differed.
 
+Oasis runs with its defaults: a prompt that fits the budget is attended to as a whole, a longer one through a working set.
+The longer ones run once more with ``mode: exact``, all blocks, which must answer as stock SGLang does.
+
 One stack runs at a time, so neither takes CPU from the other; both are warmed first. Every prompt runs once (n = 1):
 this shows that the path works and what it moves, it is not a benchmark.
 """
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from oasis_sglang.client import Generation, generate, generate_concurrently
+from oasis_sglang.client import Generation, generate, generate_concurrently, generate_on_pair
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker, repository_text
 from oasis_sglang.stack import Stack, StackError, StackSpec
@@ -21,6 +24,7 @@ from oasis_sglang.stack import Stack, StackError, StackSpec
 LONG_TOKENS = 6000
 MEDIUM_TOKENS = 2000
 AT_ONCE = ", at once"
+EXACT = ", exact"
 _VERSIONS = ("oasis-sglang", "sglang", "sglang-router", "nixl", "torch", "transformers")
 _ACCOUNTED = ("full_transfer_bytes", "admitted_bytes", "admitted_bytes_by_phase", "lifetime_bytes")
 
@@ -60,10 +64,11 @@ def run(
         with Stack(StackSpec(kind, model), processes, run_dir=run_dir / kind, progress=progress) as stack:
             answers[kind] = ask_all(stack.url, prompts, output_tokens, progress)
             if kind == "oasis":
+                answers[kind] |= ask_exactly(stack, prompts[:2], output_tokens, progress)
                 state = decode_state(stack)
     return {
         "requests": compare(answers["stock"], answers["oasis"], state["requests"]),
-        "decode_host_bytes_peak": state["host_bytes_peak"],
+        "decode_host_bytes_peak": state["host_bytes_peak"] + state["working_sets"]["host_cache"]["peak_bytes"],
         "kv_pool_tokens_peak": state["kv_pool_tokens_peak"],
         "config": {
             "model": model.name,
@@ -99,6 +104,17 @@ def ask_all(
     return answers | {prompt.name + AT_ONCE: answer for prompt, answer in zip(short, at_once, strict=True)}
 
 
+def ask_exactly(stack: Stack, prompts: Sequence[Prompt], output_tokens: int, progress: Progress) -> dict[str, Generation]:
+    """The same prompts over all their blocks. Not through the router, which does not pass ``custom_params`` on."""
+    answers = {}
+    for prompt in prompts:
+        answers[prompt.name + EXACT] = generate_on_pair(
+            stack.urls["prefill"], stack.urls["decode"], stack.bootstrap_port, prompt.input_ids, max_new_tokens=output_tokens,
+            rid=f"demo-{prompt.name}-exact", sampling={"custom_params": {"oasis": {"mode": "exact"}}})
+        progress(f"{prompt.name}, all blocks: done")
+    return answers
+
+
 def decode_state(stack: Stack) -> dict:
     """What the decode worker counted."""
     state = stack.server_info("decode")["internal_states"][0].get("oasis")
@@ -113,7 +129,7 @@ def compare(
     """One entry per request. ``accounts``: the decode worker's counts by request id."""
     entries = []
     for name, ours in oasis.items():
-        theirs = stock[name]
+        theirs = stock[name.removesuffix(EXACT)]
         if ours.rid not in accounts:
             raise StackError(f"the decode worker has no byte counts for request {ours.rid}")
         entries.append(
@@ -171,6 +187,7 @@ def show(report: dict) -> None:
         "tokens",
         "full\nMiB",
         "adm.\nMiB",
+        "life\nMiB",
         *("TTFT s\nstock", "TTFT s\nOasis"),
         *("ITL ms\nstock", "ITL ms\nOasis"),
         "equal",
@@ -182,6 +199,7 @@ def show(report: dict) -> None:
             str(entry["prompt_tokens"]),
             f"{entry['full_transfer_bytes'] / 2**20:,.1f}",
             f"{entry['admitted_bytes'] / 2**20:,.1f}",
+            f"{entry['lifetime_bytes'] / 2**20:,.1f}",
             f"{entry['stock_ttft_seconds']:.2f}",
             f"{entry['ttft_seconds']:.2f}",
             f"{entry['stock_itl_seconds_mean'] * 1000:.0f}",
@@ -189,17 +207,20 @@ def show(report: dict) -> None:
             f"{entry['agreement_tokens']}/{entry['output_tokens']}",
         )
     config = report["config"]
-    equal = sum(entry["agreement_tokens"] == entry["output_tokens"] for entry in report["requests"])
+    budget, tail = config["oasis"]["budget_tokens"], config["oasis"]["tail_tokens"]
+    whole = [e for e in report["requests"] if e["name"].endswith(EXACT) or e["prompt_tokens"] + e["output_tokens"] <= budget + tail]
+    equal = sum(entry["agreement_tokens"] == entry["output_tokens"] for entry in whole)
     console = Console()
     console.print(table)
-    console.print(f"{equal} of {len(report['requests'])} answers are token for token those of stock SGLang.")
+    console.print(f"{equal} of the {len(whole)} answers over all blocks (prompts within the budget, and those marked exact) are token for token those of "
+                  f"stock SGLang. The others attend to {budget} tokens of the prompt, chosen for each layer and KV head, and the newest {tail}.")
     console.print(
         f"Model {config['model']}, greedy, {config['output_tokens']} output tokens, each prompt once (n = 1), "
         f"one stack after the other on one machine: {config['machine']}. Times are single runs."
     )
     console.print(
-        "full: KV bytes of the prompt. adm. (admitted): bytes decode received before its first step, in whole pages "
-        "and with the manifest. equal: leading output tokens equal to stock's. "
-        f"Staging memory of decode in use: at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB of what it reserves. "
+        "full: KV bytes of the prompt. adm. (admitted): bytes decode received before its first step, summaries and manifest "
+        "included. life: until the end. equal: leading output tokens equal to stock's. "
+        f"Host memory of decode in use (staging and cache): at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB. "
         f"KV pool: at most {report['kv_pool_tokens_peak']:,} tokens."
     )

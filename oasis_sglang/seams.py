@@ -49,6 +49,20 @@ SURFACE: tuple[Seam, ...] = (
     Seam(f"{_PD}.common.conn.CommonKVBootstrapServer.__init__", ("self", "host", "port")),
     Seam(f"{_PD}.common.conn.CommonKVBootstrapServer._setup_routes", ("self",)),
     Seam(f"{_PD}.utils.MetadataBuffers.get_buf_infos", ("self",)),
+    # The sparse decode node: what our attention, pool, allocator and coordinator stand in for.
+    Seam("sglang.srt.layers.attention.base_attn_backend.AttentionBackend.forward",
+         ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache", "kwargs")),
+    Seam("sglang.srt.layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata_out_graph", ("self", "forward_batch", "in_capture")),
+    Seam("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal", ("self",)),
+    Seam("sglang.srt.mem_cache.hisparse_memory_pool.HiSparseMHAMainPool.set_kv_buffer", ("self", "layer", "loc", "cache_k", "cache_v", "args", "kwargs")),
+    Seam("sglang.srt.mem_cache.allocator.hisparse.HiSparseTokenToKVPoolAllocator.available_size", ("self",)),
+    Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.map_last_loc_to_buffer",
+         ("self", "seq_lens", "out_cache_loc", "req_pool_indices", "seq_lens_cpu", "req_pool_indices_cpu")),
+    Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.admit_request_direct", ("self", "req")),
+    Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.request_finished", ("self", "req")),
+    Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.retract_req", ("self", "req")),
+    Seam("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", ("self", "reqs_to_exclude", "keep_indices")),
+    Seam("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
 )
 
 # Constructors of which we read or give only some fields; the rest may change.
@@ -57,6 +71,11 @@ FIELDS: tuple[Seam, ...] = (
          ("rid", "origin_input_ids", "sampling_params", "lora_id", "input_embeds", "bootstrap_room", "extra_key", "cache_salt")),
     Seam(f"{_PD}.common.conn.PrefillServerInfo",
          ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "follow_bootstrap_room")),
+    Seam("sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+         ("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "rids", "extend_seq_lens_cpu", "extend_prefix_lens_cpu")),
+    Seam("sglang.srt.mem_cache.allocator.hisparse.HiSparseTokenToKVPoolAllocator.__init__", ("size", "page_size", "kvcache", "host_to_device_ratio")),
+    Seam("sglang.srt.mem_cache.kv_index_translator.KVIndexTranslator.__init__",
+         ("req_to_token", "token_to_kv_pool_allocator", "token_to_kv_pool", "page_size", "device")),
     Seam("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool.__init__", ("size", "page_size", "dtype", "head_num", "head_dim", "layer_num")),
 )
 

@@ -95,10 +95,18 @@ def stacks(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> It
     running.stop()
 
 
+FULL_BUDGET = {"budget_tokens": 8192}
+"""What Oasis stacks run with unless a test says otherwise: working sets that hold any prompt whole."""
+
+
+def _spec(kind: Kind, model: Path, config: dict | None = None, **spec) -> StackSpec:
+    return StackSpec(kind, model, config={**FULL_BUDGET, **(config or {})} if kind == "oasis" else {}, **spec)
+
+
 @pytest.fixture(scope="session")
 def fresh_stack(stacks: Stacks, models: Models):
     def make(kind: Kind, *, model: Path | None = None, **spec):
-        return stacks.fresh(StackSpec(kind, model or models.s4, **spec))
+        return stacks.fresh(_spec(kind, model or models.s4, **spec))
 
     return make
 
@@ -120,7 +128,7 @@ def monolith(stacks: Stacks, models: Models):
 
 def _shared(stacks: Stacks, kind: Kind, models: Models):
     def get(*, model: Path | None = None, **spec) -> Stack:
-        return stacks.shared(StackSpec(kind, model or models.s4, **spec))
+        return stacks.shared(_spec(kind, model or models.s4, **spec))
 
     return get
 

@@ -78,9 +78,11 @@ def body(stack: Stack, prompt: list[int], *, room: int, max_new_tokens: int, **e
             "bootstrap_port": stack.bootstrap_port, "bootstrap_room": room, "rid": f"room-{room}-{next(_rids)}", **extra}
 
 
-def pair(stack: Stack, prompt: list[int], *, room: int | None = None, max_new_tokens: int = 8) -> tuple[Post, Post]:
-    """The same request at both workers, as the router sends it: (prefill's, decode's)."""
+def pair(stack: Stack, prompt: list[int], *, room: int | None = None, max_new_tokens: int = 8, oasis: dict | None = None) -> tuple[Post, Post]:
+    """The same request at both workers, as the router sends it: (prefill's, decode's). ``oasis``: its own Oasis options."""
     request = body(stack, prompt, room=next_room() if room is None else room, max_new_tokens=max_new_tokens)
+    if oasis is not None:
+        request["sampling_params"]["custom_params"] = {"oasis": oasis}
     return Post(stack.urls["prefill"], request), Post(stack.urls["decode"], request)
 
 
@@ -108,7 +110,9 @@ def held(stack: Stack) -> dict:
         "tier_writing": t["writing"], "tier_leased": t["leased"], "tier_holders": t["holders"], "tier_rooms": t["rooms"],
         "tier_leases": t["leases"], "tier_waiters": t["waiters"], "tier_missing": t["records"] - t["free"] - t["cached"] - t["writing"] - t["leased"],
         "decode_pulls": d["pulls"], "decode_flights": d["flights"], "decode_kv_tokens": d["kv_pool_tokens"],
-        "decode_windows": d["staging"]["leased"] + d["staging"]["quarantined"], "prefill_publications": p["publications"]}
+        "decode_windows": d["staging"]["leased"] + d["staging"]["quarantined"], "prefill_publications": p["publications"],
+        **{f"sets_{name}": value for name, value in d.get("working_sets", {"held": {}})["held"].items()},
+        "logical_tokens": d.get("working_sets", {}).get("logical_tokens", 0), "leaks": d.get("working_sets", {}).get("leaks", 0)}
 
 
 def at_baseline(stack: Stack) -> bool:

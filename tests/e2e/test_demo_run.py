@@ -13,16 +13,20 @@ def test_the_report_is_complete_exact_and_adds_up(models, stacks, processes, tmp
     assert json.loads(json.dumps(report)) == report
     requests = report["requests"]
     assert [entry["prompt_tokens"] for entry in requests[:2]] == [demo.LONG_TOKENS, demo.MEDIUM_TOKENS]
-    assert len(requests) == 10
-    layout = report["config"]["layout"]
+    assert len(requests) == 12
+    layout, budget = report["config"]["layout"], report["config"]["oasis"]["budget_tokens"]
     token_bytes = 2 * layout["num_layers"] * layout["kv_heads"] * layout["head_dim"] * layout["itemsize"]
     for entry in requests:
-        assert entry["output_tokens"] == entry["agreement_tokens"] == OUTPUT_TOKENS, entry["name"]
+        selected = entry["prompt_tokens"] > budget and not entry["name"].endswith(demo.EXACT)
+        assert entry["output_tokens"] == OUTPUT_TOKENS
+        assert selected or entry["agreement_tokens"] == OUTPUT_TOKENS, entry["name"]
         assert entry["full_transfer_bytes"] == token_bytes * entry["prompt_tokens"]
         assert entry["admitted_bytes"] == sum(entry["admitted_bytes_by_phase"].values())
-        assert entry["lifetime_bytes"] >= entry["admitted_bytes"] >= entry["full_transfer_bytes"]
+        assert entry["lifetime_bytes"] >= entry["admitted_bytes"]
+        assert (entry["admitted_bytes"] >= entry["full_transfer_bytes"]) != selected
         assert all(entry[f"{side}ttft_seconds"] > 0 for side in ("", "stock_"))
         assert all(entry[f"{side}itl_seconds_mean"] > 0 for side in ("", "stock_"))
+    assert sum(entry["admitted_bytes"] < 0.25 * entry["full_transfer_bytes"] for entry in requests) == 1, "the long one"
     assert report["kv_pool_tokens_peak"] >= demo.LONG_TOKENS
     assert report["decode_host_bytes_peak"] > 0
     assert report["versions"]["sglang"] == "0.5.23"

@@ -49,6 +49,7 @@ def test_stock_pd_answers_like_the_goldens(stock_pd, prompts, expected):
 
 def test_one_by_one_with_exact_byte_counts(oasis_stack, prompts, expected):
     stack = oasis_stack()
+    assert worker(stack, "decode")["config"]["mode"] == "sparse", "the whole module runs on working sets that hold any prompt"
     before = worker(stack, "decode")
     assert ask(stack, prompts) == expected
     check_bytes(stack, before, worker(stack, "decode"), prompts, PAGE)
@@ -68,7 +69,8 @@ def test_each_request_reports_its_own_bytes(oasis_stack, prompts, expected):
     assert report["prompt_tokens"] == len(prompts[3])
     assert report["full_transfer_bytes"] == token * len(prompts[3])
     assert (phases["records"], phases["partial_page"]) == (whole * PAGE * token, (len(prompts[3]) % PAGE > 0) * PAGE * token)
-    assert 0 < phases["manifest"] < 64 * whole + 4096
+    ranking = 4 * layout["num_layers"] * layout["kv_heads"] * min(256, whole)
+    assert ranking < phases["manifest"] < ranking + 64 * whole + 4096
     assert report["admitted_bytes"] == report["lifetime_bytes"] == sum(phases.values())
 
 
@@ -184,11 +186,21 @@ def test_over_zeromq(oasis_stack, prompts, expected):
 
 
 def test_page_size_one(oasis_stack, prompts, expected):
-    stack = oasis_stack(flags=("--page-size", "1"))
+    stack = oasis_stack(flags=("--page-size", "1"), config={"mode": "exact"})
     before = worker(stack, "decode")
     assert ask(stack, prompts) == expected
     check_bytes(stack, before, worker(stack, "decode"), prompts, 1)
     assert tier(stack)["totals"]["pages_reused"] > 0
+
+
+def test_without_working_sets(oasis_stack, prompts, expected):
+    """mode=exact: SGLang's own KV pool, every page of the prompt in it."""
+    stack = oasis_stack(config={"mode": "exact"})
+    before = worker(stack, "decode")
+    assert ask(stack, prompts[2:7]) == expected[2:7]
+    check_bytes(stack, before, worker(stack, "decode"), prompts[2:7], PAGE)
+    assert "working_sets" not in worker(stack, "decode")
+    assert_baseline(stack)
 
 
 def test_the_whole_model_once(oasis_stack, goldens, models, prompts):

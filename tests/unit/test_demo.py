@@ -62,12 +62,13 @@ def test_the_table_states_machine_model_and_n():
         "requests": demo.compare(stock, {"long": generation("o", [1, 2, 3])}, {"o": account(120)}),
         "decode_host_bytes_peak": 1,
         "kv_pool_tokens_peak": 2,
-        "config": {"model": "M", "machine": demo.describe_machine(), "output_tokens": 3},
+        "config": {"model": "M", "machine": demo.describe_machine(), "output_tokens": 3,
+                   "oasis": {"budget_tokens": 1024, "tail_tokens": 256}},
     }
     with redirect_stdout(io.StringIO()) as output:
         demo.show(report)
     shown = " ".join(output.getvalue().split())
-    assert "Model M" in shown and "n = 1" in shown and "cores" in shown and "1 of 1 answers" in shown
+    assert "Model M" in shown and "n = 1" in shown and "cores" in shown and "1 of the 1 answers over all blocks" in shown
 
 
 @pytest.fixture

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import prometheus_client
 import pytest
+import torch
 from node_rig import LocalTier, until
 from tier_bench import LIMITS, Bench, digest
 
 from decode_node.pull import PullLimits
-from oasis_sglang.metrics import COUNTERS, GAUGES, Exporter
+from oasis_sglang.metrics import COUNTERS, GAUGES, WORKING_SETS, Exporter
 from transport import messages as m
 from transport.errors import OasisError
 from transport.metrics import TierCollector
@@ -71,7 +72,7 @@ def test_every_counter_of_the_workers_moves(worlds):
     world = worlds(tier=dict(records=8), decode=dict(limits=PullLimits(await_seconds=10, read_seconds=0.1, silence_seconds=5)))
     totals, report = world.prefill.publisher.totals, world.decode.puller.totals
     ids, pages = world.prompt(10)
-    world.prefill.publish(1, ids, pages)
+    world.prefill.publish(1, ids, pages, queries=torch.randn(4, 2, 6, 4))
     world.tier.faults.corrupt = 1
     assert world.pull_into(1, np.arange(3)).state == "done"
     world.prefill.publish(2, ids, pages)
@@ -100,7 +101,7 @@ def test_every_counter_of_the_workers_moves(worlds):
     world.prefill.publisher.export = lambda totals, gauges: 1 / 0
     until(lambda: totals["internal_errors"])
     assert {name for name in COUNTERS["prefill"] if not totals[name]} == set()
-    assert {name for name in COUNTERS["decode"] if not report[name]} == set()
+    assert {name for name in COUNTERS["decode"] if not report[name]} == set(WORKING_SETS), "those need a coordinator: tests/e2e/test_sparse.py"
     assert totals["rooms_committed"] == 3 and totals["rooms_failed"] == 2 and totals["pages_published"] == 5 and totals["pages_reused"] == 4
 
 
