@@ -66,7 +66,8 @@ def measure(name: str, spec: StackSpec, processes: Processes, folder: Path, prom
         span = max(answer.chunk_times[-1] for answer in answers) - first
         tokens = sum(len(answer.output_ids) - 1 for answer in answers)
         result = {"name": name, "requests": len(prompts), "decode_tokens_per_second": tokens / span, "wall_seconds": wall,
-                  "ttft_seconds_worst": max(answer.ttft_seconds for answer in answers), "itl_seconds_mean": sum(a.itl_seconds_mean for a in answers) / len(answers)}
+                  "ttft_seconds_worst": max(answer.ttft_seconds for answer in answers),
+                  "itl_seconds_mean": sum(a.itl_seconds_mean for a in answers) / len(answers)}
         oasis = stack.server_info("decode")["internal_states"][0].get("oasis")
         if oasis:
             sets, reports = oasis["working_sets"], [r for r in oasis["requests"].values()][-len(prompts) :]

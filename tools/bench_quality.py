@@ -6,12 +6,14 @@ and is the same for all; the figures are over the decode steps.
 
     python tools/bench_quality.py [--budgets 256,512,1024,2048] [--summary mean_var_int8] [--on-miss wait] [--cap 0]
                                   [--admission selected] [--cases needle,agent] [--layers 30] [--tokens 64] [--json FILE]
+    python tools/bench_quality.py --long 3000 --budgets 512     # 3,000 forced tokens from a prompt of 30
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import sys
 import tempfile
@@ -19,7 +21,7 @@ import uuid
 from pathlib import Path
 
 import numpy as np
-from quality_prompts import cases, digest
+from quality_prompts import cases, digest, long_case
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from oasis_sglang import models
@@ -44,14 +46,15 @@ class Teacher(CustomLogitProcessor):
         return logits
 
 
-def log_probabilities(folder: Path, steps: int) -> np.ndarray:
-    """float64 [steps - 1, vocabulary]: of the decode steps."""
-    rows = np.stack([np.load(folder / f"{step:05d}.npy") for step in range(1, steps)]).astype(np.float64)
-    rows -= rows.max(1, keepdims=True)
-    return rows - np.log(np.exp(rows).sum(1, keepdims=True))
+def log_probabilities(folder: Path, step: int) -> np.ndarray:
+    """float64 [vocabulary]: of one decode step."""
+    row = np.load(folder / f"{step:05d}.npy").astype(np.float64)
+    row -= row.max()
+    return row - np.log(np.exp(row).sum())
 
 
-def ask(stack: Stack, case, scratch: Path, own: dict) -> tuple[np.ndarray, dict]:
+def ask(stack: Stack, case, scratch: Path, own: dict) -> tuple[Path, dict]:
+    """The folder with the logits of each step, and decode's account of the request."""
     rid = f"{case.name}-{uuid.uuid4().hex[:8]}"
     folder = scratch / rid
     folder.mkdir()
@@ -62,13 +65,22 @@ def ask(stack: Stack, case, scratch: Path, own: dict) -> tuple[np.ndarray, dict]
     if answer.output_ids != case.continuation:
         raise SystemExit(f"{case.name}: the server did not follow the forced tokens")
     oasis = stack.server_info("decode")["internal_states"][0]["oasis"]
-    return log_probabilities(folder, steps), oasis["requests"][rid]
+    sets = oasis["working_sets"]
+    return folder, {**oasis["requests"][rid], "pool_peak": sets["physical_tokens_peak"], "folds": sets["steps"].get("folds", 0)}
 
 
-def compare(dense: np.ndarray, sparse: np.ndarray) -> dict:
-    kl = (np.exp(dense) * (dense - sparse)).sum(1)
-    return {"kl": float(kl.mean()), "kl_first_8": float(kl[:8].mean()), "kl_p95": float(np.quantile(kl, 0.95)), "kl_worst_token": float(kl.max()),
-            "top1": float((dense.argmax(1) == sparse.argmax(1)).mean())}
+def compare(dense: Path, sparse: Path, steps: int) -> dict:
+    """Over the decode steps: KL(dense || sparse) in nats, and how often the most likely token is the same."""
+    kl, same = np.zeros(steps - 1), np.zeros(steps - 1, bool)
+    for step in range(1, steps):
+        a, b = log_probabilities(dense, step), log_probabilities(sparse, step)
+        kl[step - 1], same[step - 1] = (np.exp(a) * (a - b)).sum(), a.argmax() == b.argmax()
+    figures = {"kl": float(kl.mean()), "kl_first_8": float(kl[:8].mean()), "kl_p95": float(np.quantile(kl, 0.95)), "kl_worst_token": float(kl.max()),
+               "top1": float(same.mean())}
+    if steps > 1000:
+        figures |= {"kl_by_thousand": [float(part.mean()) for part in np.array_split(kl, steps // 1000)],
+                    "top1_by_thousand": [float(part.mean()) for part in np.array_split(same, steps // 1000)]}
+    return figures
 
 
 def main() -> None:
@@ -81,11 +93,15 @@ def main() -> None:
     parser.add_argument("--cases", default="")
     parser.add_argument("--layers", type=int, choices=(4, 30), default=30)
     parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--long", type=int, default=0, help="instead: so many forced tokens from a prompt of 30")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     model = models.prepare() if args.layers == 30 else models.prepare(models.CUT_LAYERS)
-    chosen = [c._replace(continuation=c.continuation[: args.tokens]) for c in cases(PromptMaker(model)) if not args.cases or c.name in args.cases.split(",")]
+    maker = PromptMaker(model)
+    chosen = [c._replace(continuation=c.continuation[: args.tokens]) for c in cases(maker) if not args.cases or c.name in args.cases.split(",")]
+    if args.long:
+        chosen = [long_case(maker, args.long)]
     budgets = [int(b) for b in args.budgets.split(",")]
     options = {"budget_tokens": max(budgets), "summary": args.summary, "fetch_blocks_per_step": args.cap, "admission": args.admission, "wait_seconds": 30.0}
     flags = ("--enable-custom-logit-processor", "--context-length", "8192")
@@ -96,14 +112,17 @@ def main() -> None:
               Stack(StackSpec("oasis", model, config=options, flags=flags, max_total_tokens=16_000, arena_bytes=3 << 30), processes,
                     run_dir=args.logs or scratch / "run") as stack):
             for case in chosen:
+                asked = [ask(stack, case, scratch, {"budget_tokens": budget, "on_miss": args.on_miss}) for budget in budgets]
                 dense, _ = ask(stack, case, scratch, {"mode": "exact"})
-                for budget in budgets:
-                    sparse, report = ask(stack, case, scratch, {"budget_tokens": budget, "on_miss": args.on_miss})
+                for budget, (sparse, report) in zip(budgets, asked):
                     full = report["full_transfer_bytes"]
-                    rows.append({"case": case.name, "prompt_tokens": len(case.prompt), "budget": budget, **compare(dense, sparse),
+                    rows.append({"case": case.name, "prompt_tokens": len(case.prompt), "budget": budget, **compare(dense, sparse, len(case.continuation)),
+                                 "pool_tokens_peak_so_far": report["pool_peak"], "folds_so_far": report["folds"],
                                  "admitted": report["admitted_bytes"] / full, "lifetime": report["lifetime_bytes"] / full,
                                  "summaries": report["lifetime_bytes_by_phase"]["summaries"] / full})
                     print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+                    shutil.rmtree(sparse)
+                shutil.rmtree(dense)
             steps = stack.server_info("decode")["internal_states"][0]["oasis"]["working_sets"]["steps"]
     result = {"settings": {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, "prompts": digest(chosen), "rows": rows, "steps": steps,
               "by_budget": [summary(rows, budget) for budget in budgets]}

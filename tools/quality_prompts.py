@@ -21,16 +21,18 @@ FACTS = ("Note for the records: the maintenance password of the harbour crane is
          "Note for the records: the survey team moved to the Lisbon office on 14 March 2019.",
          "Note for the records: the backup generator is in building seven, room 212.",
          "Note for the records: the annual budget of the Kestrel project is 3.8 million euros.")
-NEEDLE_ANSWER = ("The maintenance password of the harbour crane is BLUE-HERON-4471. The backup generator is in building seven, room 212. The survey team "
-                 "moved to the Lisbon office on 14 March 2019. The annual budget of the Kestrel project is 3.8 million euros.")
-AGENT_ANSWER = ("I found the cause. The function wrap first splits the text into chunks and then fills one line after the other. When max_lines is reached, it "
-                "takes chunks from the end of the current line until the placeholder fits, and appends the placeholder. If nothing is left on the line, it puts "
-                "the placeholder after the previous line, which is the case that the test expects. I propose to handle an empty list of lines before that.")
-CHAT_ANSWER = ("The two chapters treat errors differently. The first one describes the try statement: an except clause names the exceptions that it handles, and "
-               "the finally clause runs whatever happens. The second one describes the with statement, which calls the methods __enter__ and __exit__ of a context "
-               "manager, so that clean-up is part of the object and need not be written again.")
-DOC_ANSWER = ("The module works with decimal numbers as people write them. A context holds the precision, the rounding and the traps for signals such as division by "
-              "zero. An operation is computed exactly and then rounded to the precision of the context. Numbers keep trailing zeros, so that 1.30 plus 1.20 is 2.50.")
+NEEDLE_ANSWER = ("The maintenance password of the harbour crane is BLUE-HERON-4471. The backup generator is in building seven, room 212. "
+                 "The survey team moved to the Lisbon office on 14 March 2019. The annual budget of the Kestrel project is 3.8 million euros.")
+AGENT_ANSWER = ("I found the cause. The function wrap first splits the text into chunks and then fills one line after the other. When max_lines is "
+                "reached, it takes chunks from the end of the current line until the placeholder fits, and appends the placeholder. If nothing is "
+                "left on the line, it puts the placeholder after the previous line, which is the case that the test expects. I propose to handle "
+                "an empty list of lines before that.")
+CHAT_ANSWER = ("The two chapters treat errors differently. The first one describes the try statement: an except clause names the exceptions that it "
+               "handles, and the finally clause runs whatever happens. The second one describes the with statement, which calls the methods "
+               "__enter__ and __exit__ of a context manager, so that clean-up is part of the object and need not be written again.")
+DOC_ANSWER = ("The module works with decimal numbers as people write them. A context holds the precision, the rounding and the traps for signals such "
+              "as division by zero. An operation is computed exactly and then rounded to the precision of the context. Numbers keep trailing zeros, "
+              "so that 1.30 plus 1.20 is 2.50.")
 
 
 class Case(NamedTuple):
@@ -58,10 +60,11 @@ def cases(maker: PromptMaker) -> list[Case]:
     prose = "\n\n".join(topics[name] for name in ("objects", "execmodel", "naming", "types", "import", "class", "function", "exceptions"))
     return [
         Case("needle", *_asked(maker, "Read the following document carefully.\n\n" + _spread(maker, prose, 5700)
-                               + "\n\nBased on the notes for the records in the document above: what is the maintenance password of the harbour crane, where is "
-                               "the backup generator, who moved to the Lisbon office and when, and what is the annual budget of the Kestrel project?", NEEDLE_ANSWER)),
-        Case("agent", *_asked(maker, "You are a coding agent with the tools shell and read_file.\nThe test of textwrap fails: wrap() drops the placeholder when "
-                              'max_lines is 1. Find the cause.\n\nread_file("textwrap.py")\n' + _cut(maker, _source("textwrap"), 4200)
+                               + "\n\nBased on the notes for the records in the document above: what is the maintenance password of the harbour crane, "
+                               "where is the backup generator, who moved to the Lisbon office and when, and what is the annual budget of the Kestrel "
+                               "project?", NEEDLE_ANSWER)),
+        Case("agent", *_asked(maker, "You are a coding agent with the tools shell and read_file.\nThe test of textwrap fails: wrap() drops the placeholder "
+                              'when max_lines is 1. Find the cause.\n\nread_file("textwrap.py")\n' + _cut(maker, _source("textwrap"), 4200)
                               + '\n\nread_file("shlex.py")\n' + _cut(maker, _source("shlex"), 1500)
                               + "\n\nExplain step by step what the function does with max_lines and the placeholder, and propose a fix.", AGENT_ANSWER)),
         Case("chat", *_asked(maker, "Here is a chapter.\n\n" + _cut(maker, topics["try"] + topics["raise"] + topics["exceptions"] + topics["assert"], 2900)
@@ -73,6 +76,13 @@ def cases(maker: PromptMaker) -> list[Case]:
         Case("code_argparse", *_continued(maker, _source("argparse"), 4000)),
         Case("prose", *_continued(maker, prose, 9000)),
     ]
+
+
+def long_case(maker: PromptMaker, tokens: int) -> Case:
+    """``tokens`` of prose after a prompt of 30."""
+    topics = pydoc_data.topics.topics
+    ids = maker.encode("\n\n".join(topics[name] for name in ("execmodel", "naming", "import", "class", "exceptions")))[: 30 + tokens]
+    return Case("long", ids[:30], ids[30:])
 
 
 def digest(chosen: list[Case]) -> str:

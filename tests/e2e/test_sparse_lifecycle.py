@@ -1,7 +1,6 @@
 """Requests with working sets that end early, step aside, are retracted, or lose their tier."""
 
 import signal
-import time
 
 import matrix
 import pytest

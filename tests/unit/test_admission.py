@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from node_rig import until
 from sparse_rig import Node, Req
 
@@ -93,14 +94,25 @@ def test_a_request_that_ends_while_it_waits_lets_the_next_one_through(nodes, how
     node.at_baseline()
 
 
-def test_a_request_may_end_while_its_pieces_are_read(nodes):
+@pytest.mark.parametrize("what, windows", [("index", 1), ("pieces and the partial page", 4)])
+def test_a_request_may_end_while_it_is_read(nodes, what, windows):
+    """What lands late goes nowhere, though the next request has the same set, row and pages."""
     node = nodes(pages=8)
     req, after = node.arrive(300, 20), node.arrive(300, 5)
     node.faults.hold = True
     node.preallocate(req)
-    until(lambda: node.faults.in_flight)
+    if what != "index":
+        until(lambda: node.faults.in_flight == 1)
+        node.faults.finish()
+    until(lambda: node.faults.in_flight == windows, what)
+    entry = entry_of(node, req)
     assert req.pull.state == PULLING and node.abort(req) == "pulling"
     node.preallocate(after)
+    assert (entry_of(node, after).set, entry_of(node, after).row) == (entry.set, entry.row) and entry.pages is None
+    raw, kv = node.sets.raw.clone(), node.pool.kv.clone()
+    node.faults.finish(windows)
+    until(lambda: not any(flight.job.pull is req.pull for flight in node.puller.reader.flights))
+    assert torch.equal(node.sets.raw, raw) and torch.equal(node.pool.kv, kv) and not node.cache.used_bytes
     node.land()
     node.run(after)
     assert node.handed == {2: 1}

@@ -66,7 +66,7 @@ class Fuzz:
             node.retract(rng.choice(going))
             self.seen["retract"] += 1
         if rng.random() < 0.12 and node.live():
-            queues = [q for q in (node.prealloc, node.transfer, node.waiting_queue, node.batch.reqs, node.retracted) if q]
+            queues = [q for q in (node.prealloc, node.transfer, *[node.waiting_queue] * 3, node.batch.reqs, *[node.retracted] * 3) if q]
             self.seen[node.abort(rng.choice(rng.choice(queues)))] += 1
         if rng.random() < 0.02 and node.live():
             lose(node, rng.choice(node.live()))
@@ -97,21 +97,24 @@ class Fuzz:
         node.run(*node.live())
         node.at_baseline()
         totals = node.stepper.totals
-        return self.seen + Counter(folds=totals["folds"], commits=totals["swaps_committed"], late=totals["swaps_late"], evicted=node.cache.evicted)
+        return self.seen + Counter(folds=totals["folds"], commits=totals["swaps_committed"], late=totals["swaps_late"], evicted=node.cache.evicted, runs=1)
 
 
 PROFILES = {
-    "plain": dict(pages=28, rows=8, running=4),
-    "a small host cache, few fetches": dict(pages=28, rows=8, running=4, cap=1, cache=64),
-    "waiting for misses": dict(pages=28, rows=8, running=4, cap=2, wait=True, wait_seconds=0.05),
-    "all blocks pulled": dict(pages=28, rows=8, running=4, cache=300, admission="full"),
+    "plain": dict(pages=28, rows=8, running=3),
+    "a small host cache, few fetches": dict(pages=28, rows=8, running=3, cap=1, cache=64),
+    "waiting for misses": dict(pages=28, rows=8, running=3, cap=2, wait=True, wait_seconds=0.05),
+    "all blocks pulled": dict(pages=28, rows=8, running=3, cache=300, admission="full"),
     "pages of 32, three heads": dict(pages=40, rows=8, page=32, layers=1, kv_heads=3, group=3, context=2048),
     "pages of 64, bfloat16": dict(pages=40, rows=8, page=64, layers=1, dtype="bfloat16", group=1, context=4096, prefill_pages=32),
 }
 TOTAL: Counter[str] = Counter()
 
 
-@pytest.mark.parametrize("seed", range(2))
+SEEDS = 2
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", PROFILES)
 def test_any_sequence_of_events_leaves_true_bytes_and_nothing_behind(nodes, name, seed):
     seed += 100 * list(PROFILES).index(name)
@@ -120,11 +123,12 @@ def test_any_sequence_of_events_leaves_true_bytes_and_nothing_behind(nodes, name
 
 def test_the_events_happened():
     """Of the test above, when all of it has run."""
-    if TOTAL["folds"] < 100:
+    if TOTAL["runs"] < SEEDS * len(PROFILES):
         pytest.skip("not all of the sequences have run")
     states = ("ready", "waiting", "pulling", "admitted", "running", "retracted")
     assert all(TOTAL[state] >= 5 for state in states), TOTAL
-    assert TOTAL["retract"] > 50 and TOTAL["lease lost"] > 10 and TOTAL["commits"] > 1000 and TOTAL["late"] > 50 and TOTAL["evicted"] > 50
+    least = {"retract": 50, "lease lost": 10, "folds": 40, "commits": 1000, "late": 50, "evicted": 50}
+    assert all(TOTAL[event] >= n for event, n in least.items()), TOTAL
 
 
 def test_pieces_land_on_the_puller_thread_while_others_step(nodes):
@@ -218,6 +222,25 @@ def test_requests_are_retracted_every_few_steps(nodes, custom):
         if step % 3 == 0 and node.batch.reqs:
             node.retract(node.batch.reqs[step % len(node.batch.reqs)])
         node.loop(resume=step % 2 == 0)
+    node.run(*reqs)
+    node.at_baseline()
+
+
+def test_a_step_may_be_run_again_after_a_retraction(nodes):
+    """With overlap the result of a request's last forward is dropped when it is retracted: its newest token comes again."""
+    node = nodes(pages=40)
+    reqs = running(node, (16 * 17 + 5, 60), (20, 200))
+    for _ in range(50):
+        node.step()
+        for req in list(node.batch.reqs):
+            req.length -= 1
+            req.output_ids.pop()
+            node.retract(req)
+        for req in list(node.retracted):
+            node.resume(req)
+        node.prebuild()
+        node.step()
+    assert node.stepper.totals["folds"] > 3
     node.run(*reqs)
     node.at_baseline()
 

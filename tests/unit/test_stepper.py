@@ -138,6 +138,20 @@ def test_a_full_budget_is_read_in_the_order_of_positions_and_nothing_is_scored_o
     node.at_baseline()
 
 
+def test_queries_that_are_no_numbers_leave_residency_sound(nodes):
+    node = nodes()
+    req = node.arrive(400, 60)
+    node.admit(req)
+    usual = node.queries
+    for value in (float("nan"), float("inf"), -float("inf"), 1e30):
+        node.queries = lambda reqs, value=value: usual(reqs).fill_(value)
+        node.step(), node.step()
+    node.queries = usual
+    node.run(req)
+    assert node.stepper.totals["folds"] > 1
+    node.at_baseline()
+
+
 # -- late pieces ----------------------------------------------------------------------------------------------------
 
 
