@@ -79,6 +79,7 @@ class SelectedBlocks(Destination):
 
     def more(self, pull: Pull) -> list[Job]:
         if self._asked:
+            self.pool.settle()
             return []
         self._asked = True
         jobs = [self._pieces(pull)] if self.whole else []

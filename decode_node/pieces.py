@@ -25,6 +25,11 @@ class PoolPieces:
         block = torch.from_numpy(data).view(self.kv.dtype).view(len(pieces), 2, lay.block_tokens, lay.head_dim).to(device)
         self.kv[self._index(layer), :, self._index(pages), :, self._index(head)] = block
 
+    def settle(self) -> None:
+        """Returns when what this thread wrote is there for every stream."""
+        if self.kv.is_cuda:
+            torch.cuda.current_stream(self.kv.device).synchronize()
+
     def read(self, pages: np.ndarray) -> torch.Tensor:
         """Whole ``pages`` int64 [n] as [n, layers, kv_heads, 2, page_tokens, head_dim], contiguous, on the pool's device."""
         return self.kv[:, :, self._index(pages)].permute(2, 0, 4, 1, 3, 5).contiguous()

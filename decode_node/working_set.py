@@ -40,6 +40,11 @@ class WorkingSets:
         self.blocks = np.zeros(sets, np.int64)
         self._free = list(range(sets))[::-1]
 
+    @staticmethod
+    def bytes(layout: KVLayout, sets: int, blocks: int, working: int) -> int:
+        """What the tables take on the device."""
+        return sets * layout.pieces * (blocks * (layout.summary_bytes + 4 + 2 + 1) + working * 4)
+
     @property
     def free(self) -> int:
         return len(self._free)

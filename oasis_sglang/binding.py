@@ -217,10 +217,10 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     one = (blocks if options.admission == "full" else budget.working) * layout.payload_bytes
     if options.host_cache_bytes < one:
         raise ConfigError(f"Oasis option host_cache_bytes={options.host_cache_bytes} is smaller than one admission", limit=f"{one} bytes")
-    # A selecting request holds all of working + tail pages, unless it asked for a smaller budget.
-    most = coordinator.physical.size // page // (budget.sink + budget.recent + 1 + budget.tail)
-    count = max(1, min(coordinator.req_to_token.shape[0], most))
+    # A selecting request holds all pages of working set and tail; twice as many sets leave room for smaller budgets.
+    count = max(1, min(coordinator.req_to_token.shape[0], 2 * (coordinator.physical.size // page) // (budget.working + budget.tail)))
     device = coordinator.pool.device
+    _require_memory(WorkingSets.bytes(layout, count, blocks, budget.working), device)
     sets = WorkingSets(layout, summary, sets=count, blocks=blocks, working=budget.working, sink=budget.sink, recent=budget.recent, device=device)
     cache = HostCache(count, layout.pieces, blocks, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)
     pieces = PoolPieces(coordinator.pool.kv, layout)
@@ -247,6 +247,17 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     log.info("decode keeps %d blocks of %d tokens per layer and KV head, tails of %d pages, %d working sets, a host cache of %d pieces; "
              "no radix cache on this node", budget.working, page, budget.tail, count, cache.capacity)
     return fetch
+
+
+def _require_memory(needed: int, device: str) -> None:
+    """Raises ``ConfigError`` when the working sets' tables do not fit the device beside what is there."""
+    import psutil
+    import torch
+
+    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else psutil.virtual_memory().available
+    if needed > free:
+        raise ConfigError(f"the working sets' tables need {needed} bytes, {free} are free: lower --max-running-requests, --context-length or "
+                          "--max-total-tokens, or raise budget_tokens")
 
 
 def report(scheduler) -> dict:

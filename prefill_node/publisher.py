@@ -32,7 +32,7 @@ log = logging.getLogger("oasis.publisher")
 
 OPENING, OPEN, COMMITTED, FAILED = "opening", "open", "committed", "failed"
 BATCH_BYTES = 16 << 20
-RANKED_BLOCKS = 256
+RANKED_BLOCKS = 1024
 """Blocks per (layer, KV head) that a manifest ranks at most."""
 RETRY_SECONDS = 0.02
 REATTACH_SECONDS = 1.0

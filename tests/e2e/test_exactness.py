@@ -8,6 +8,7 @@ from matrix import OUTPUT_TOKENS
 from pd import assert_baseline, tier, wait_for, worker
 
 from oasis_sglang.client import generate, generate_concurrently
+from prefill_node.publisher import RANKED_BLOCKS
 
 PAGE = 16
 
@@ -69,7 +70,7 @@ def test_each_request_reports_its_own_bytes(oasis_stack, prompts, expected):
     assert report["prompt_tokens"] == len(prompts[3])
     assert report["full_transfer_bytes"] == token * len(prompts[3])
     assert (phases["records"], phases["partial_page"]) == (whole * PAGE * token, (len(prompts[3]) % PAGE > 0) * PAGE * token)
-    ranking = 4 * layout["num_layers"] * layout["kv_heads"] * min(256, whole)
+    ranking = 4 * layout["num_layers"] * layout["kv_heads"] * min(RANKED_BLOCKS, whole)
     assert ranking < phases["manifest"] < ranking + 64 * whole + 4096
     assert report["admitted_bytes"] == report["lifetime_bytes"] == sum(phases.values())
 

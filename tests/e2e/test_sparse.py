@@ -6,6 +6,7 @@ from pd import assert_baseline, pair, wait_for, worker
 
 from oasis_sglang.client import generate, generate_concurrently
 from oasis_sglang.metrics import WORKING_SETS
+from prefill_node.publisher import RANKED_BLOCKS
 
 PAGE, BUDGET, TAIL = 16, 1024, 256
 
@@ -48,7 +49,8 @@ def test_admission_pulls_a_quarter_at_most_and_a_life_never_more_than_everything
     phases, whole, working = report["admitted_bytes_by_phase"], len(long_prompt) // PAGE, BUDGET // PAGE
     assert phases == {"summaries": whole * index, "pieces": working * pieces * piece, "partial_page": pieces * piece, "records": 0,
                       "on_demand": 0, "manifest": phases["manifest"]}
-    assert 4 * pieces * 256 < phases["manifest"] < 4 * pieces * 256 + 64 * whole + 4096
+    ranking = 4 * pieces * min(RANKED_BLOCKS, whole)
+    assert ranking < phases["manifest"] < ranking + 64 * whole + 4096
     assert report["admitted_bytes"] == sum(phases.values()) <= 0.25 * report["full_transfer_bytes"]
     on_demand = report["lifetime_bytes_by_phase"]["on_demand"]
     assert on_demand > 0 and on_demand % piece == 0

@@ -49,7 +49,7 @@ class SparseWorld(World):
         self.tier = LocalTier(self.path, records=records, layout=layout, limits=limits)
         self.prefill = SparsePrefill(self.path, layout, prefill_pages)
         self.decode = Decode({SOURCE: self.tier.control}, layout=layout, pages=1, windows=windows,
-                             limits=PullLimits(await_seconds=10.0, read_seconds=10.0, silence_seconds=10.0))
+                             limits=PullLimits(await_seconds=30.0, read_seconds=60.0, silence_seconds=30.0))
 
 
 class Req:
@@ -95,14 +95,14 @@ class Node:
         self.layout = lay = KVLayout(num_layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=page, dtype=dtype, itemsize=self.dtype.itemsize,
                                      tp_size=1, summary=SUMMARY.name, summary_bytes=SUMMARY.bytes(head_dim), metadata_lens=ROW)
         self.world = SparseWorld(folder, lay, records=records, prefill_pages=prefill_pages, windows=windows,
-                                 limits=TierLimits(lease_seconds=2.0, grace_seconds=0.2, room_seconds=5.0))
+                                 limits=TierLimits(lease_seconds=30.0, grace_seconds=0.2, room_seconds=10.0))
         self.pool = CompactPool(pages * page, page, self.dtype, kv_heads, head_dim, layers, "cpu", False)
         self.allocator = CompactAllocator(pages * page, page, self.dtype, "cpu", self.pool, False,
                                           host_to_device_ratio=logical_ratio(rows + 1, context, pages * page))
         self.rows = ReqToTokenPool(rows, context, "cpu", False)
         runner = SimpleNamespace(token_to_kv_pool=self.pool, token_to_kv_pool_allocator=self.allocator, req_to_token_pool=self.rows)
         self.coordinator = Coordinator(runner, make_budget(page, budget * page, sink * page, recent * page, tail * page, wait))
-        self.puller = self.world.decode.puller
+        self.puller, self.faults = self.world.decode.puller, self.world.tier.faults
         options = OasisConfig(admission=admission, fetch_blocks_per_step=cap, wait_seconds=wait_seconds, host_cache_bytes=cache * lay.piece_bytes)
         self._fetch = _bind_working_sets(self.coordinator, kv_heads * group, options, SUMMARY, lay, PageSink(self.pool.k_buffer, self.pool.v_buffer, lay),
                                          self.puller, lambda: None)
@@ -110,20 +110,13 @@ class Node:
         self.query_heads, self.room = kv_heads * group, 0
         self.scheduler = SimpleNamespace(hisparse_coordinator=self.coordinator, waiting_queue=[], enable_overlap=False)
         self.batch = Batch()
-        self.prealloc: list[Req] = []
-        self.transfer: list[Req] = []
-        self.retracted: list[Req] = []
-        self.ended: list[Req] = []
+        self.prealloc, self.transfer, self.retracted, self.ended = ([] for _ in range(4))
         self.handed: Counter[int] = Counter()
         self.queries, self.contents = self._random_queries, self._random_contents
 
     @property
     def waiting_queue(self) -> list[Req]:
         return self.scheduler.waiting_queue
-
-    @property
-    def faults(self):
-        return self.world.tier.faults
 
     def live(self) -> list[Req]:
         return [*self.prealloc, *self.transfer, *self.waiting_queue, *self.batch.reqs, *self.retracted]
@@ -379,9 +372,9 @@ class Node:
     def check_pages(self) -> None:
         """Every physical page is free or has one owner; parked requests have none."""
         physical = self.coordinator.physical
-        owned = [self.table.pages[e.row, : len(e.pages)] for e in self.coordinator.entries.values() if e.pages is not None]
-        for entry, pages in zip([e for e in self.coordinator.entries.values() if e.pages is not None], owned):
-            assert set(pages.tolist()) == set(entry.pages.tolist()) and len(pages) == entry.need.pages
+        holders = [e for e in self.coordinator.entries.values() if e.pages is not None]
+        owned = [self.table.pages[e.row, : e.need.pages] for e in holders]
+        assert all(sorted(pages) == sorted(e.pages) for e, pages in zip(holders, owned))
         everything = np.concatenate([*owned, physical.get_all_free_pages().numpy()])
         assert sorted(everything.tolist()) == list(range(1, physical.size // self.page + 1)), "a page is lost or has two owners"
         assert self.coordinator.parked_pages <= physical.available_size() // self.page, "parked pages were given away"

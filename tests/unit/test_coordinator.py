@@ -81,8 +81,7 @@ class Fuzz:
     def check_grants(self) -> None:
         """In the order of arrival, and no later than what the first one needs is there."""
         node, waiting = self.node, self.node.coordinator.waiting
-        rids = [e.rid for e in waiting]
-        assert rids == [r.rid for r in node.transfer if r.rid in rids]
+        assert (rids := [e.rid for e in waiting]) == [r.rid for r in node.transfer if r.rid in rids]
         if waiting:
             need = waiting[0].need
             room = node.cache.capacity - node.cache.reserved_bytes // node.cache.piece_bytes
@@ -138,8 +137,7 @@ def test_pieces_land_on_the_puller_thread_while_others_step(nodes):
     sys.setswitchinterval(1e-6)
     try:
         reqs = running(node, (400, 40), (333, 60), (500, 50), (257, 60))
-        late = [node.arrive(16 * 25, 20) for _ in range(3)]
-        node.run(*reqs, *late)
+        node.run(*reqs, *(node.arrive(16 * 25, 20) for _ in range(3)))
     finally:
         sys.setswitchinterval(interval)
     assert node.stepper.totals["swaps_committed"] > 500 and node.puller.totals["demanded_items"] > 100
@@ -236,7 +234,6 @@ def test_a_step_may_be_run_again_after_a_retraction(nodes):
             req.length -= 1
             req.output_ids.pop()
             node.retract(req)
-        for req in list(node.retracted):
             node.resume(req)
         node.prebuild()
         node.step()
@@ -313,9 +310,9 @@ def test_no_leak_is_reported_while_sglang_keeps_a_retracted_request(nodes):
     req, other = running(node, (300, 60), (300, 5))
     node.step()
     node.retract(req)
-    for _ in range(5):
+    while other not in node.ended:
         node.loop(resume=False)
-    assert other in node.ended and node.coordinator.leaks == 0
+    assert node.coordinator.leaks == 0
     node.run(req)
     node.at_baseline()
 
@@ -331,35 +328,32 @@ def test_warm_up_requests_need_nothing_and_are_no_leak(nodes):
     node._take_row(warm)
     node.coordinator.admit_request_direct(warm)
     assert not warm.hisparse_staging and not node.coordinator.blocked(warm) and node.coordinator.failure(warm) is None
-    table, rows = node.coordinator, torch.tensor([warm.kv.req_pool_idx])
+    c, rows = node.coordinator, torch.tensor([warm.kv.req_pool_idx])
     for length in (6, 7):
         at = torch.tensor([length])
         ids = node.allocator.alloc_decode(at, at, node.rows.req_to_token[rows, at - 2].long())
         node.rows.write((rows, at - 1), ids.int())
         warm.kv.kv_allocated_len = length
-        table.map_last_loc_to_buffer(at, ids, rows, at, rows)
-        assert 0 <= int(node.coordinator.mapping[ids]) < node.page
-        assert table.begin_step(rows.numpy(), at.numpy()).tolist() == [1] and not table.table.table[rows].any()
-        table.end_step()
+        c.map_last_loc_to_buffer(at, ids, rows, at, rows)
+        assert 0 <= int(c.mapping[ids]) < node.page and c.begin_step(rows.numpy(), at.numpy()).tolist() == [1] and not c.table.table[rows].any()
+        c.end_step()
     node.run(req)
-    assert node.coordinator.leaks == 0
+    assert c.leaks == 0
     node.end(warm, "length")
     node.at_baseline()
 
 
 def test_ends_are_idempotent_and_harmless_for_requests_that_were_never_admitted(nodes):
     node = nodes()
-    never = Req("never", 20, 3, None, torch.zeros(0))
-    node.coordinator.request_finished(never)
+    c, never = node.coordinator, Req("never", 20, 3, None, torch.zeros(0))
+    c.request_finished(never)
     node._take_row(never)
-    node.coordinator.request_finished(never)
+    c.request_finished(never)
     node._give_row(never)
     [req] = running(node, (300, 60))
-    entry = node.coordinator.entries[req.kv.req_pool_idx]
+    entry = c.entries[req.kv.req_pool_idx]
     node.step()
-    node.coordinator.request_finished(req)
-    node.coordinator.request_finished(req)
-    node.coordinator._release(entry)
+    c.request_finished(req), c.request_finished(req), c._release(entry)
     node.batch.reqs.clear()
     node._give_row(req)
     node.at_baseline()
@@ -392,7 +386,7 @@ def test_figures_follow_what_is_held(nodes):
     assert report["held"] == {"pages": 8, "mapped": 0, "sets": 1, "waiting": 0, "parked_pages": 0, "cache_used": 24, "cache_pinned": 0}
     assert json.loads(json.dumps(report)) == report and report["live"] == 1 and report["logical_tokens"] == 304
     node.run(req)
-    assert c.report()["physical_tokens_peak"] == 8 * 16 and c.report()["batch_peak"] == 1 and c.report()["host_cache"]["peak_bytes"] > 0
+    assert (report := c.report())["physical_tokens_peak"] == 8 * 16 and report["batch_peak"] == 1 and report["host_cache"]["peak_bytes"] > 0
     assert node.allocator.available_size() == c.logical.size and c.padded_buffer_size == 16 and c.host_token_len(7) == 7
     assert not c.has_ongoing_staging() and c.collect_ready_reqs() == [] and c.wait_for_pending_backup() is None
     node.at_baseline()
