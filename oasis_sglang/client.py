@@ -105,7 +105,9 @@ def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
         ) from error
     with reply:
         for line in reply:
-            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+            if line.startswith(b"data: [DONE]"):
+                return
+            if not line.startswith(b"data: "):
                 continue
             chunk = json.loads(line[len(b"data: ") :])
             if "error" in chunk:
@@ -114,3 +116,4 @@ def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
             if reason.get("type") == "abort":
                 raise GenerateError(f"{url}: {reason.get('message', 'aborted')}")
             yield chunk
+    raise GenerateError(f"{url} closed the stream before its end")

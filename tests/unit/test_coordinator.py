@@ -151,8 +151,7 @@ def test_pieces_land_on_the_puller_thread_while_others_step(nodes):
 def test_reads_of_a_request_that_has_ended_do_nothing_to_the_next_owner_of_its_set(nodes, end):
     node = nodes(pages=8)  # room for one
     [old] = running(node, (400, 60))
-    row = old.kv.req_pool_idx
-    chosen = node.coordinator.entries[row].set
+    chosen = node.coordinator.entries[row := old.kv.req_pool_idx].set
     node.faults.hold = True
     node.step()
     until(lambda: node.faults.in_flight == 1, "what it missed is being read")
@@ -172,8 +171,7 @@ def test_reads_of_a_request_that_has_ended_do_nothing_to_the_next_owner_of_its_s
     assert old in node.ended
     new = node.arrive(400, 60)
     assert node.preallocate(new)
-    entry = node.coordinator.entries[new.kv.req_pool_idx]
-    assert (entry.set, entry.row) == (chosen, row) and not node.sets.flying[chosen].any()
+    assert new.kv.req_pool_idx == row and node.coordinator.entries[row].set == chosen and not node.sets.flying[chosen].any()
     for piece, block in asked:  # as if the new owner had asked for the same
         node.sets.flying[chosen, piece, block] = True
     node.faults.finish(1)

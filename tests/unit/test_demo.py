@@ -73,7 +73,8 @@ def test_the_table_states_machine_model_and_n():
 
 @pytest.fixture
 def server():
-    """``/generate`` that streams two cumulative chunks; prompt [0] is refused, [1] aborted, [2] fails in the stream."""
+    """``/generate`` that streams two cumulative chunks; prompt [0] is refused, [1] aborted, [2] fails in the stream,
+    [3] is cut off."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
@@ -98,7 +99,8 @@ def server():
             self.end_headers()
             for chunk in chunks:
                 self.wfile.write(b"data: " + json.dumps(chunk).encode() + b"\n\n")
-            self.wfile.write(b"data: [DONE]\n\n")
+            if first != 3:
+                self.wfile.write(b"data: [DONE]\n\n")
 
         def log_message(self, *args):
             pass
@@ -120,7 +122,7 @@ def test_concurrent_answers_keep_their_order(server):
     assert [(answer.rid, answer.output_ids) for answer in answers] == [("r-0", [7, 8]), ("r-1", [7, 9])]
 
 
-@pytest.mark.parametrize(("first", "message"), [(0, "HTTP 400"), (1, "gone"), (2, "boom")])
+@pytest.mark.parametrize(("first", "message"), [(0, "HTTP 400"), (1, "gone"), (2, "boom"), (3, "before its end")])
 def test_errors_are_raised_wherever_they_arrive(server, first, message):
     with pytest.raises(GenerateError, match=message):
         generate(server, [first], max_new_tokens=2)
