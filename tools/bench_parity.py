@@ -70,7 +70,8 @@ def main() -> None:
                     "output_tokens": OUTPUT_TOKENS, "latency": [], "idle_cores": {}}
     with Processes(log=run_dir / "zygote.log", env=import_environment()) as processes:
         with (Stack(StackSpec("stock", model, flags=("--dtype", args.dtype)), processes, run_dir=run_dir / "stock", progress=say) as stock,
-              Stack(StackSpec("oasis", model, flags=("--dtype", args.dtype)), processes, run_dir=run_dir / "oasis", progress=say) as oasis):
+              Stack(StackSpec("oasis", model, flags=("--dtype", args.dtype), config={"mode": "exact"}), processes,
+                    run_dir=run_dir / "oasis", progress=say) as oasis):
             for length in map(int, args.lengths.split(",")):
                 row = measure(stock, oasis, maker, text, length, args.pairs, args.dtype)
                 result["latency"].append(row)
