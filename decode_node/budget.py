@@ -50,17 +50,18 @@ class Budget(NamedTuple):
         total = _pages(prompt + new, self.page)
         most = self.working + self.tail
         if self.exact or total <= most:
-            return Need(total, total, False, 0)
-        whole = prompt // self.page
-        return Need(most, self.working, True, total - whole)
+            return Need(total, total, total, False, 0)
+        return Need(most, self.working, self.tail, True, total - prompt // self.page)
 
 
 class Need(NamedTuple):
-    """``pages`` of the KV pool; ``working``: the most blocks in the working set; ``selecting``: whether it may hold fewer
-    blocks than the request has; ``generated``: blocks that may have to go to the host cache."""
+    """``pages`` of the KV pool; ``working``: the most blocks in the working set; ``tail``: the most pages in the tail;
+    ``selecting``: whether it may hold fewer blocks than the request has; ``generated``: blocks that may have to go to the
+    host cache."""
 
     pages: int
     working: int
+    tail: int
     selecting: bool
     generated: int
 

@@ -94,10 +94,9 @@ class Coordinator:
     def _grant(self) -> None:
         while self.waiting and self._granted(self.waiting[0]):
             entry = self.waiting.pop(0)
-            whole = entry.prompt // self.page
-            self.table.bind(entry.row, entry.pages, tokens=entry.prompt, working=min(whole, entry.need.working),
-                            most_working=entry.need.working, most_tail=max(entry.budget.tail, entry.need.pages - whole + 1) if not entry.need.selecting
-                            else entry.budget.tail)
+            need = entry.need
+            self.table.bind(entry.row, entry.pages, tokens=entry.prompt, working=min(entry.prompt // self.page, need.working),
+                            most_working=need.working, most_tail=need.tail)
             self.admit(entry)
 
     def _granted(self, entry: Entry) -> bool:

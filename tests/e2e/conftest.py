@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import matrix
 import pytest
 from goldens import Goldens
 
@@ -148,3 +149,15 @@ def prompt_maker(models: Models) -> PromptMaker:
 def text() -> str:
     """Real text, the same wherever this Python is installed."""
     return library_text()
+
+
+@pytest.fixture(scope="session")
+def prompts(prompt_maker: PromptMaker, text: str) -> list[list[int]]:
+    """Those of the exactness matrix, 20 to 7,500 tokens."""
+    return matrix.prompts(prompt_maker, text)
+
+
+@pytest.fixture(scope="session")
+def expected(goldens: Goldens, models: Models, prompts: list[list[int]]) -> list[list[int]]:
+    """The 4-layer model's greedy answers to them, one plain server's."""
+    return goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)

@@ -2,7 +2,6 @@
 
 import json
 
-import matrix
 import pytest
 from matrix import OUTPUT_TOKENS
 from pd import assert_baseline, tier, wait_for, worker
@@ -11,16 +10,6 @@ from oasis_sglang.client import generate, generate_concurrently
 from prefill_node.publisher import RANKED_BLOCKS
 
 PAGE = 16
-
-
-@pytest.fixture(scope="module")
-def prompts(prompt_maker, text):
-    return matrix.prompts(prompt_maker, text)
-
-
-@pytest.fixture(scope="module")
-def expected(goldens, models, prompts):
-    return goldens.get(models.s4, prompts, OUTPUT_TOKENS)
 
 
 def ask(stack, prompts, **options):

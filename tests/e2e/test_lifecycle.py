@@ -14,11 +14,6 @@ ABORTS_PER_STATE = 5
 
 
 @pytest.fixture(scope="module")
-def prompts(prompt_maker, text):
-    return matrix.prompts(prompt_maker, text)
-
-
-@pytest.fixture(scope="module")
 def hold(tmp_path_factory):
     """While this file exists decode starts no read: requests stay in the state before."""
     return tmp_path_factory.mktemp("hold") / "reads"

@@ -17,11 +17,6 @@ from oasis_sglang.stack import free_port, probe
 
 
 @pytest.fixture(scope="module")
-def prompts(prompt_maker, text):
-    return matrix.prompts(prompt_maker, text)
-
-
-@pytest.fixture(scope="module")
 def stack(oasis_stack):
     """3,000 tokens of arena: 192 records and a little."""
     return oasis_stack(arena_bytes=20 << 20)

@@ -12,16 +12,6 @@ PAGE, BUDGET, TAIL = 16, 1024, 256
 
 
 @pytest.fixture(scope="module")
-def prompts(prompt_maker, text):
-    return matrix.prompts(prompt_maker, text)
-
-
-@pytest.fixture(scope="module")
-def expected(goldens, models, prompts):
-    return goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)
-
-
-@pytest.fixture(scope="module")
 def stack(oasis_stack):
     """Decode holds 12,000 tokens: in stock SGLang that is one prompt of 6,000 and what is kept free for it."""
     return oasis_stack(config={"budget_tokens": BUDGET, "tail_tokens": TAIL}, max_running_requests=8,

@@ -15,16 +15,6 @@ BUDGET, TAIL = 512, 64
 
 
 @pytest.fixture(scope="module")
-def prompts(prompt_maker, text):
-    return matrix.prompts(prompt_maker, text)
-
-
-@pytest.fixture(scope="module")
-def expected(goldens, models, prompts):
-    return goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)
-
-
-@pytest.fixture(scope="module")
 def hold(tmp_path_factory):
     """While this file exists decode starts no read."""
     return tmp_path_factory.mktemp("hold") / "reads"

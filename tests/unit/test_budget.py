@@ -23,21 +23,20 @@ def test_impossible_sizes_are_refused_by_name(change, name):
 
 
 def test_a_request_that_fits_holds_all_its_pages_and_selects_nothing():
-    assert BUDGET.need(20, 30) == (4, 4, False, 0)
-    assert BUDGET.need(1000, 280) == (80, 80, False, 0), "exactly working set and tail"
-    pages, working, selecting, generated = BUDGET.need(1000, 281)
-    assert (pages, working, selecting) == (80, 64, True)
-    assert generated == 81 - 62, "the partial page counts: when it is full, only this node has it"
+    assert BUDGET.need(20, 30) == (4, 4, 4, False, 0)
+    assert BUDGET.need(1000, 280) == (80, 80, 80, False, 0), "exactly working set and tail"
+    assert BUDGET.need(1000, 281)[:4] == (80, 64, 16, True)
+    assert BUDGET.need(1000, 281).generated == 81 - 62, "the partial page counts: when it is full, only this node has it"
 
 
 def test_a_long_prompt_holds_working_set_and_tail_whatever_its_length():
-    assert BUDGET.need(6000, 64) == (80, 64, True, 379 - 375)
-    assert BUDGET.need(100_000, 64)[:3] == (80, 64, True)
+    assert BUDGET.need(6000, 64) == (80, 64, 16, True, 379 - 375)
+    assert BUDGET.need(100_000, 64)[:4] == (80, 64, 16, True)
 
 
 def test_an_exact_request_holds_everything():
     exact = BUDGET.for_request({"oasis": {"mode": "exact"}})
-    assert exact.need(6000, 64) == (379, 379, False, 0)
+    assert exact.need(6000, 64) == (379, 379, 379, False, 0)
 
 
 def test_a_request_may_ask_for_less_or_for_waiting():

@@ -50,9 +50,8 @@ def test_every_step_reads_and_writes_what_the_model_says(prompt, new, budget, ta
     pages = np.random.default_rng(seed).permutation(np.arange(1, 100))[: need.pages]
     table = PageTable(3, 40, T, "cpu")
     working = min(prompt // T, need.working)
-    most_tail = b.tail if need.selecting else need.pages + 1
-    table.bind(1, pages, tokens=prompt, working=working, most_working=need.working, most_tail=most_tail)
-    model = Model(pages.tolist(), prompt, working, need.working, most_tail)
+    table.bind(1, pages, tokens=prompt, working=working, most_working=need.working, most_tail=need.tail)
+    model = Model(pages.tolist(), prompt, working, need.working, need.tail)
     rows = np.array([1])
     for length in range(prompt + 1, prompt + new + 1):
         slot, folds = table.append(rows, np.array([length]))
