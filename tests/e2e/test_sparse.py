@@ -14,7 +14,7 @@ PAGE, BUDGET, TAIL = 16, 1024, 256
 @pytest.fixture(scope="module")
 def stack(oasis_stack):
     """Decode holds 12,000 tokens: in stock SGLang that is one prompt of 6,000 and what is kept free for it."""
-    return oasis_stack(config={"budget_tokens": BUDGET, "tail_tokens": TAIL}, max_running_requests=8,
+    return oasis_stack(config={"budget_tokens": BUDGET, "tail_tokens": TAIL, "wait_seconds": 60.0}, max_running_requests=8,
                        prefill_flags=("--max-total-tokens", "20000"), decode_flags=("--max-total-tokens", "12000"))
 
 
@@ -114,8 +114,8 @@ def test_requests_wait_for_pages_in_the_order_of_arrival(stack, prompts, expecte
 
 def test_six_long_requests_run_where_stock_holds_one(stack, prompt_maker, text):
     prompts = [prompt_maker.cut(text, 6000, skip=9000, question=f"Say something about part {n} of the text.") for n in range(8)]
-    answers = generate_concurrently(stack.url, prompts, max_new_tokens=96)
-    assert all(len(answer.output_ids) == 96 for answer in answers)
+    answers = generate_concurrently(stack.url, prompts, max_new_tokens=256)
+    assert all(len(answer.output_ids) == 256 for answer in answers)
     sets = worker(stack, "decode")["working_sets"]
     assert sets["batch_peak"] >= 6
     assert sets["physical_tokens_peak"] <= 12_000

@@ -6,6 +6,7 @@ every token of every request, and compares them with what the pool, the host cac
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections import Counter
@@ -313,17 +314,17 @@ class Node:
 
     def land(self) -> None:
         """Reads are no longer held."""
-        self.faults.hold = False
+        self.faults.hold, posted = False, threading.Event()
+        self.puller._post(posted.set)  # a read that was being posted meanwhile is held by then
+        assert posted.wait(WAIT)
         self.faults.finish()
 
     def run(self, *reqs: Req) -> None:
-        """Loops until ``reqs`` have ended. A read that was being posted when they were no longer held is landed too."""
+        """Loops until ``reqs`` have ended."""
         end = time.monotonic() + WAIT
         while not all(r in self.ended for r in reqs):
             assert time.monotonic() < end, [(r.pull.state, r.length) for r in reqs]
             self.loop()
-            if self.faults.in_flight and not self.faults.hold:
-                self.faults.finish()
 
     # -- the model ----------------------------------------------------------------------------------------------
 

@@ -96,7 +96,8 @@ def test_a_request_that_ends_while_it_waits_lets_the_next_one_through(nodes, how
 
 @pytest.mark.parametrize("what, windows", [("index", 1), ("pieces and the partial page", 4)])
 def test_a_request_may_end_while_it_is_read(nodes, what, windows):
-    """What lands late goes nowhere, though the next request has the same set, row and pages."""
+    """What lands late goes nowhere, though the next request has the same set, row and pages. SGLang tells the coordinator
+    before it tells the receiver."""
     node = nodes(pages=8)
     req, after = node.arrive(300, 20), node.arrive(300, 5)
     node.faults.hold = True
@@ -106,13 +107,16 @@ def test_a_request_may_end_while_it_is_read(nodes, what, windows):
         node.faults.finish()
     until(lambda: node.faults.in_flight == windows, what)
     entry = entry_of(node, req)
-    assert req.pull.state == PULLING and node.abort(req) == "pulling"
+    assert req.pull.state == PULLING
+    node.transfer.remove(req)
+    node.end(req, "failed")
     node.preallocate(after)
     assert (entry_of(node, after).set, entry_of(node, after).row) == (entry.set, entry.row) and entry.pages is None
     raw, kv = node.sets.raw.clone(), node.pool.kv.clone()
     node.faults.finish(windows)
     until(lambda: not any(flight.job.pull is req.pull for flight in node.puller.reader.flights))
     assert torch.equal(node.sets.raw, raw) and torch.equal(node.pool.kv, kv) and not node.cache.used_bytes
+    assert req.pull.cancelled
     node.land()
     node.run(after)
     assert node.handed == {2: 1}
