@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats
 
-from decode_node.budget import Budget, require_possible
+from decode_node.budget import Budget, Need, require_possible
 from decode_node.entry import Entry
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
@@ -26,6 +26,9 @@ from decode_node.pull import Pull
 from transport.errors import CapacityError
 
 log = logging.getLogger("oasis.decode")
+
+GENERATED_TOKENS = 512
+"""Of which room in the host cache is promised to a request at once; SGLang keeps as many KV tokens free for each."""
 
 
 class Coordinator:
@@ -81,8 +84,8 @@ class Coordinator:
         budget = self.budget.for_request(req.sampling_params.custom_params)
         need = budget.need(prompt, min(new, self.req_to_token.shape[1] - prompt))
         require_possible(need, self.physical.size // self.page, page=self.page, room=pull.room)
-        if need.selecting and need.generated * self.sets.layout.pieces > self.cache.capacity:
-            raise CapacityError("what the request may generate does not fit the host cache", room=pull.room,
+        if need.selecting and self._first_room(need) > self.cache.capacity:
+            raise CapacityError("what the request generates does not fit the host cache", room=pull.room,
                                 limit=f"host_cache_bytes={self.cache.capacity * self.cache.piece_bytes}")
         if row in self.entries:
             raise AssertionError(f"row {row} is taken")
@@ -105,11 +108,16 @@ class Coordinator:
         if self.physical.available_size() // self.page - self.parked_pages < need.pages:
             return False
         if need.selecting:
-            if not self.sets.free or not self.cache.reserve(need.generated * self.sets.layout.pieces):
+            if not self.sets.free or not self.cache.reserve(self._first_room(need)):
                 return False
-            entry.set = self.sets.acquire()
+            entry.set, entry.room = self.sets.acquire(), self._first_room(need)
         entry.pages = self._allocate(need.pages)
         return True
+
+    def _first_room(self, need: Need) -> int:
+        """Pieces of generated blocks to promise room for: the limit that a request names is seldom what it generates, so
+        the rest is asked for as it comes."""
+        return min(need.generated, GENERATED_TOKENS // self.page) * self.sets.layout.pieces
 
     def _allocate(self, pages: int) -> np.ndarray:
         slots = self.physical.alloc(pages * self.page)
@@ -161,9 +169,9 @@ class Coordinator:
         return entry is not None and not self.stepper.ready(entry)
 
     def failure(self, req) -> Exception | None:
-        """Why a running request cannot go on, if its tier or its lease is gone."""
+        """Why a running request cannot go on: its tier or its lease is gone, or the host cache is full."""
         entry = self.entries.get(req.kv.req_pool_idx)
-        return entry.pull.error if entry is not None and entry.failed else None
+        return entry.failure if entry is not None else None
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
@@ -187,7 +195,7 @@ class Coordinator:
         self.puller.release(entry.pull)
         if entry.set is not None:
             self.cache.drop(entry.set)
-            self.cache.unreserve(entry.need.generated * self.sets.layout.pieces)
+            self.cache.unreserve(entry.room)
             self.sets.release(entry.set)
         self._free_pages(entry)
         self._grant()

@@ -9,6 +9,7 @@ import numpy as np
 
 from decode_node.budget import Budget, Need
 from decode_node.pull import FAILED, Pull
+from transport.errors import OasisError
 
 
 class Swaps(NamedTuple):
@@ -42,6 +43,10 @@ class Entry:
     digests: np.ndarray | None = None
     swaps: Swaps = field(default_factory=Swaps.none)
     wait_until: float = 0.0
+    room: int = 0
+    """Pieces that the host cache has promised room for; ``kept`` of them are in use by what was generated."""
+    kept: int = 0
+    error: OasisError | None = None
     released: bool = False
 
     @property
@@ -49,5 +54,6 @@ class Entry:
         return self.budget.wait
 
     @property
-    def failed(self) -> bool:
-        return self.pull.state == FAILED
+    def failure(self) -> OasisError | None:
+        """Why the request cannot go on."""
+        return self.error or (self.pull.error if self.pull.state == FAILED else None)

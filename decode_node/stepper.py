@@ -24,6 +24,7 @@ from decode_node.host_cache import HostCache
 from decode_node.page_table import Fold, PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.working_set import WorkingSets
+from transport.errors import CapacityError
 
 
 class Stepper:
@@ -104,13 +105,26 @@ class Stepper:
         content = self.pool.read(np.array([fold.page]))[0].reshape(lay.pieces, 2, lay.block_tokens, lay.head_dim)
         data = content.cpu().view(torch.uint8).reshape(lay.pieces, lay.piece_bytes).numpy()
         pieces = np.arange(lay.pieces)
-        self.cache.insert(entry.set, pieces, np.full(lay.pieces, fold.block), data, pinned=True)
+        if self._room(entry):
+            self.cache.insert(entry.set, pieces, np.full(lay.pieces, fold.block), data, pinned=True)
+            entry.kept += lay.pieces
         if fold.slot >= 0:
             self.sets.grow(entry.set, fold.block, fold.slot, content[:, 0])
         else:
             slots = self.sets.fold(entry.set, fold.block, content[:, 0])
             self.pool.write(pieces, self.table.pages[entry.row, slots], data)
         self.totals["folds"] += 1
+
+    def _room(self, entry: Entry) -> bool:
+        """Whether one more generated block can be kept for good; if not, the request ends before its next step."""
+        need = self.pool.layout.pieces
+        if entry.kept + need > entry.room:
+            if not self.cache.reserve(need):
+                entry.error = CapacityError("the host cache is full of what requests have generated", room=entry.pull.room,
+                                            limit=f"host_cache_bytes={self.cache.capacity * self.cache.piece_bytes}")
+                return False
+            entry.room += need
+        return True
 
     # -- end ----------------------------------------------------------------------------------------------------
 
@@ -141,7 +155,7 @@ class Stepper:
 
     def ready(self, entry: Entry) -> bool:
         """Whether a request that waits for its misses may go on: all of what flies has landed, or the bound has passed."""
-        if entry.failed or entry.wait_until == 0.0:
+        if entry.failure or entry.wait_until == 0.0:
             return True
         pieces, blocks = (torch.from_numpy(a).to(self.sets.raw.device) for a in (entry.swaps.pieces, entry.swaps.blocks))
         if bool(self.sets.flying[entry.set, pieces, blocks].any()):

@@ -58,13 +58,14 @@ def layout_of(manager, pool, summary) -> KVLayout:
 def _common(manager, queue, role: str):
     from sglang.srt.runtime_context import get_memory
 
+    from oasis_sglang.selection.controls import CONTROLS
     from oasis_sglang.selection.summaries import SUMMARIES
 
     scheduler, pool = queue.scheduler, queue.token_to_kv_pool
     options = config.load(get_memory().hisparse_config).validate(role)
     check_model(scheduler.model_config.hf_config.to_dict())
     check_queue(queue)
-    summary = SUMMARIES.get(options.summary)
+    summary = (SUMMARIES | CONTROLS).get(options.summary)
     check_pool(pool, summary)
     layout = layout_of(manager, pool, summary)
     model = scheduler.model_config

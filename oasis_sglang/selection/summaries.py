@@ -15,8 +15,6 @@ from typing import Protocol
 
 import torch
 
-from oasis_sglang.selection.controls import CONTROLS
-
 HALF_MAX = 65504.0
 HALF_TINY = 2.0**-24
 
@@ -145,4 +143,4 @@ def _half_above(values: torch.Tensor) -> torch.Tensor:
     return (values * (1 + 2**-10) + HALF_TINY).clamp(max=HALF_MAX).half()
 
 
-SUMMARIES: dict[str, Summary] = {s.name: s for s in (MeanVariance(), MinMax8(), MinMax4())} | CONTROLS
+SUMMARIES: dict[str, Summary] = {s.name: s for s in (MeanVariance(), MinMax8(), MinMax4())}

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 from node_rig import World
+
+settings.register_profile("oasis", deadline=None)  # values are asserted, not times
+settings.load_profile("oasis")
 
 
 @pytest.fixture

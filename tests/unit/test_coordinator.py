@@ -86,7 +86,7 @@ class Fuzz:
             need = waiting[0].need
             room = node.cache.capacity - node.cache.reserved_bytes // node.cache.piece_bytes
             pages = node.coordinator.physical.available_size() // node.page - node.coordinator.parked_pages
-            assert pages < need.pages or need.selecting and (not node.sets.free or room < need.generated * node.layout.pieces), "granted too late"
+            assert pages < need.pages or need.selecting and (not node.sets.free or room < node.coordinator._first_room(need)), "granted too late"
 
     def run(self, turns: int) -> Counter:
         node = self.node

@@ -241,6 +241,7 @@ def test_a_request_that_waits_is_blocked_until_its_pieces_are_there_and_then_has
     late = node.stepper.totals["swaps_late"]
     node.land()
     landed(node, req)
+    landed(node, other)  # it swaps in the same step
     assert not node.coordinator.blocked(req) and node.coordinator.entries[req.kv.req_pool_idx].wait_until == 0
     node.loop()
     assert req in node.batch.reqs and all(block in held for block, held in zip(wanted[req], resident(node, req)))
@@ -346,4 +347,33 @@ def test_queries_are_scaled_once_and_kept_as_they_were(nodes):
     assert torch.equal(node.stepper.queries[:, :1], given)
     assert torch.allclose(seen[0], given.view(2, 1, 2, 2, 8).permute(1, 0, 2, 3, 4).reshape(1, 4, 2, 8) * 8**-0.5)
     node.run(req)
+    node.at_baseline()
+
+
+def test_a_long_limit_takes_room_as_it_is_used(nodes):
+    """Many requests name a limit that they never reach: they are let in, and what they generate is kept as long as there is room."""
+    node = nodes(pages=60, cache=4 * (512 // 16) + 4 * 40, rows=2)
+    req = node.arrive(100, 900)
+    node.admit(req)
+    entry = node.coordinator.entries[req.kv.req_pool_idx]
+    assert entry.need.generated > 512 // 16 and entry.room == 4 * 512 // 16 == node.cache.reserved_bytes // node.cache.piece_bytes
+    while entry.kept < entry.room:
+        node.step()
+    for _ in range(40):
+        node.step()
+    assert entry.room == entry.kept > 4 * 512 // 16 and entry.failure is None
+    node.end(req, "enough")
+    node.at_baseline()
+
+
+def test_a_host_cache_full_of_generated_blocks_ends_the_request_that_needs_more(nodes):
+    node = nodes(pages=60, cache=4 * (512 // 16) + 4 * 3)
+    req = node.arrive(100, 1500)
+    node.admit(req)
+    entry, node.check_cache = node.coordinator.entries[req.kv.req_pool_idx], lambda *_: None  # its last block is not kept
+    while entry.failure is None:
+        node.step()
+    assert entry.kept == node.cache.capacity - node.cache.capacity % 4 and "host_cache_bytes" in str(entry.failure)
+    assert node.coordinator.failure(req) is entry.failure and not node.coordinator.blocked(req)
+    node.end(req, "refused")
     node.at_baseline()
