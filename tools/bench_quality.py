@@ -21,7 +21,7 @@ import uuid
 from pathlib import Path
 
 import numpy as np
-from quality_prompts import cases, digest, long_case
+from quality_prompts import LONG_TEXTS, cases, digest, long_case
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from oasis_sglang import models
@@ -94,6 +94,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, choices=(4, 30), default=30)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--long", type=int, default=0, help="instead: so many forced tokens from a prompt of 30")
+    parser.add_argument("--text", choices=sorted(LONG_TEXTS), default="prose", help="of --long")
     parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -101,7 +102,7 @@ def main() -> None:
     maker = PromptMaker(model)
     chosen = [c._replace(continuation=c.continuation[: args.tokens]) for c in cases(maker) if not args.cases or c.name in args.cases.split(",")]
     if args.long:
-        chosen = [long_case(maker, args.long)]
+        chosen = [long_case(maker, args.long, args.text)]
     budgets = [int(b) for b in args.budgets.split(",")]
     options = {"budget_tokens": max(budgets), "summary": args.summary, "fetch_blocks_per_step": args.cap, "admission": args.admission, "wait_seconds": 30.0}
     flags = ("--enable-custom-logit-processor", "--context-length", "8192")

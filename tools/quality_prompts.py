@@ -78,11 +78,14 @@ def cases(maker: PromptMaker) -> list[Case]:
     ]
 
 
-def long_case(maker: PromptMaker, tokens: int) -> Case:
-    """``tokens`` of prose after a prompt of 30."""
-    topics = pydoc_data.topics.topics
-    ids = maker.encode("\n\n".join(topics[name] for name in ("execmodel", "naming", "import", "class", "exceptions")))[: 30 + tokens]
-    return Case("long", ids[:30], ids[30:])
+LONG_TEXTS = {"prose": ("import", "class", "with", "objects", "types"), "repeating": ("execmodel", "naming", "import", "class", "exceptions")}
+"""``repeating``: after 2,000 tokens most of it stands word for word in the beginning."""
+
+
+def long_case(maker: PromptMaker, tokens: int, text: str) -> Case:
+    """``tokens`` of one of ``LONG_TEXTS`` after a prompt of 30."""
+    ids = maker.encode("\n\n".join(pydoc_data.topics.topics[name] for name in LONG_TEXTS[text]))[: 30 + tokens]
+    return Case(f"long_{text}", ids[:30], ids[30:])
 
 
 def digest(chosen: list[Case]) -> str:
