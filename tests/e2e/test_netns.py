@@ -20,6 +20,7 @@ import matrix
 import pytest
 from pd import Post, next_room, wait_for
 
+from decode_node.pull import PHASES
 from oasis_sglang import launch
 from oasis_sglang.processes import Processes
 from oasis_sglang.stack import free_port, get_json, import_environment, probe
@@ -125,6 +126,9 @@ def far_processes(namespace, tmp_path_factory):
         yield far
 
 
+LONG = (8, 7, 6)
+
+
 @pytest.mark.parametrize("data_plane", ["nixl", "zmq"])
 def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, namespace, models, goldens, prompt_maker, text, tmp_path, data_plane):
     prompts = matrix.prompts(prompt_maker, text)
@@ -133,26 +137,33 @@ def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, names
     processes.preload()
     with two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane) as (prefill, decode, bootstrap, report):
 
-        def ask(index):
-            request = {"input_ids": prompts[index], "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
-                       "bootstrap_host": NEAR, "bootstrap_port": bootstrap, "bootstrap_room": next_room(), "rid": f"wire-{index}-{time.monotonic_ns()}"}
+        def ask(index, oasis):
+            sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "custom_params": {"oasis": oasis}}
+            request = {"input_ids": prompts[index], "sampling_params": sampling, "bootstrap_host": NEAR, "bootstrap_port": bootstrap,
+                       "bootstrap_room": next_room(), "rid": f"wire-{index}-{time.monotonic_ns()}"}
             Post(prefill, request)
             answer = Post(decode, request).result()
             assert answer.status == 200, answer.text
-            assert answer.output_ids == expected[index][:16]
+            return answer.output_ids
 
-        ask(1)  # connections are made
-        before, meter = report(), int(counter.read_text())
-        for index in (8, 7, 6):
-            ask(index)
-        on_the_wire = int(counter.read_text()) - meter
-        after = report()
-    payload = after["plane"]["landed_bytes"] - before["plane"]["landed_bytes"]
-    layout = after["layout"]
+        def measured(oasis):
+            """Answers to three long prompts; payload by the data plane's own meter, by the counters, and bytes on the wire."""
+            before, meter = report(), int(counter.read_text())
+            answers = [ask(index, oasis) for index in LONG]
+            on_the_wire = int(counter.read_text()) - meter
+            after = report()
+            counted = sum(after["totals"].get(f"bytes_{phase}", 0) - before["totals"].get(f"bytes_{phase}", 0) for phase in PHASES if phase != "manifest")
+            return answers, after["plane"]["landed_bytes"] - before["plane"]["landed_bytes"], counted, on_the_wire
+
+        ask(1, {})  # connections are made
+        answers, payload, counted, on_the_wire = measured({"mode": "exact"})
+        assert answers == [expected[index][:16] for index in LONG]
+        _, selected, selected_counted, selected_on_the_wire = measured({})
+        layout = report()["layout"]
     record = 2 * layout["num_layers"] * layout["kv_heads"] * layout["head_dim"] * layout["itemsize"] * layout["block_tokens"]
-    assert payload == record * sum(-(-len(prompts[i]) // 16) for i in (8, 7, 6)) > 90_000_000
-    counted = sum(after["totals"][f"bytes_{phase}"] - before["totals"][f"bytes_{phase}"] for phase in ("records", "partial_page"))
-    assert counted == payload
-    ratio = on_the_wire / payload
-    print(f"{data_plane}: {on_the_wire} bytes on the wire for {payload} of payload, ratio {ratio:.4f}")
-    assert 1.0 <= ratio <= 1.03
+    assert counted == payload == record * sum(-(-len(prompts[i]) // 16) for i in LONG) > 90_000_000
+    assert selected_counted == selected < 0.6 * payload
+    ratios = on_the_wire / payload, selected_on_the_wire / selected
+    print(f"{data_plane}: {payload} bytes of payload, on the wire {ratios[0]:.4f} of it; selected {selected}, {ratios[1]:.4f}")
+    assert 1.0 <= ratios[0] <= 1.03
+    assert 1.0 <= ratios[1] <= 1.06, "with manifests, rankings and a descriptor per piece"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
-from node_rig import until
+from node_rig import WAIT, until
 from sparse_rig import Node, Req
 
 from decode_node.pull import PULLING, READY
@@ -120,6 +122,43 @@ def test_a_request_may_end_while_it_is_read(nodes, what, windows):
     node.land()
     node.run(after)
     assert node.handed == {2: 1}
+    node.at_baseline()
+
+
+@pytest.mark.parametrize("serving", [False, True])
+def test_nothing_lands_once_the_coordinator_was_told_of_the_end(nodes, serving):
+    """In the middle of a turn of the puller, which hears of it at its next: the pages have an owner again by then."""
+    node = nodes(pages=8)
+    req, after = node.arrive(400, 20), node.arrive(400, 5)
+    if serving:
+        node.admit(req)
+    node.faults.hold = True
+    node.step() if serving else node.preallocate(req)
+    until(lambda: node.faults.in_flight == 1)
+    if not serving:
+        node.faults.finish()  # the index; pieces follow
+        until(lambda: node.faults.in_flight == 3)
+    reader, reached, ended = node.puller.reader, threading.Event(), threading.Event()
+    step = reader.step
+
+    def turn(now: float) -> None:
+        reader.step = step
+        reached.set()
+        assert ended.wait(WAIT)
+        node.faults.finish(3 - 2 * serving)
+        step(now)
+
+    reader.step = turn
+    assert reached.wait(WAIT)
+    (node.batch.reqs if serving else node.transfer).remove(req)
+    node.end(req, "failed")
+    assert node.preallocate(after) and entry_of(node, after).set == 0
+    kv, raw = node.pool.kv.clone(), node.sets.raw.clone()
+    ended.set()
+    until(lambda: not any(flight.job.pull is req.pull for flight in reader.flights))
+    assert torch.equal(node.pool.kv, kv) and torch.equal(node.sets.raw, raw) and not node.cache.used_bytes
+    node.land()
+    node.run(after)
     node.at_baseline()
 
 
