@@ -345,7 +345,7 @@ class Node:
         tokens = (blocks[:, :, None] * page + torch.arange(page)).view(lay.pieces, 1, -1, 1).expand(-1, 2, -1, lay.head_dim)
         assert torch.equal(read[:, :, : working * page], req.truth.gather(2, tokens)), f"{req.rid}: other blocks than the tables say"
         assert torch.equal(read[:, :, working * page :], req.truth[:, :, folded * page : n]), f"{req.rid}: tail"
-        self.check_cache(req, entry.set, folded)
+        self.check_cache(req, entry.set, folded, whole=req.length // page if entry.failure else len(req.origin_input_ids) // page)
 
     def check_tables(self, chosen: int, blocks: torch.Tensor, folded: int) -> None:
         """``blocks`` int64 [pieces, working] are distinct, the two tables are inverse, and pinned blocks are among them."""
@@ -356,9 +356,9 @@ class Node:
         pinned = [b for b in range(folded) if b < self.sets.sink or b >= folded - self.sets.recent]
         assert (slot_of[:, pinned] >= 0).all(), "a pinned block left"
 
-    def check_cache(self, req: Req, chosen: int, folded: int) -> None:
-        """The host cache holds true pieces only, and every generated block that was folded, for good; so do the summaries."""
-        lay, whole = self.layout, len(req.origin_input_ids) // self.page
+    def check_cache(self, req: Req, chosen: int, folded: int, whole: int) -> None:
+        """The host cache holds true pieces only, and every block from ``whole`` on that was folded, for good. Summaries are true."""
+        lay = self.layout
         content = req.truth[:, :, : folded * self.page].reshape(lay.pieces, 2, folded, self.page, lay.head_dim).transpose(1, 2).contiguous()
         with self.cache._lock:
             slots = self.cache.slot[chosen, :, :folded]
