@@ -170,6 +170,11 @@ def describe_machine() -> str:
     return f"{len(os.sched_getaffinity(0))} cores, {cpu}, {machine.system()}"
 
 
+def mebibytes(size: int) -> str:
+    """Three digits: the table has 80 columns."""
+    return f"{size / 2**20:.0f}" if size >= 100 << 20 else f"{size / 2**20:.1f}"
+
+
 def show(report: dict) -> None:
     """The report as a table on stdout."""
     from rich import box
@@ -188,8 +193,8 @@ def show(report: dict) -> None:
         "full\nMiB",
         "adm.\nMiB",
         "life\nMiB",
-        *("TTFT s\nstock", "TTFT s\nOasis"),
-        *("ITL ms\nstock", "ITL ms\nOasis"),
+        *("TTFT\nstock", "TTFT\nOasis"),
+        *("ITL\nstock", "ITL\nOasis"),
         "equal",
     ):
         table.add_column(column, justify="right", no_wrap=True)
@@ -197,9 +202,9 @@ def show(report: dict) -> None:
         table.add_row(
             entry["name"],
             str(entry["prompt_tokens"]),
-            f"{entry['full_transfer_bytes'] / 2**20:,.1f}",
-            f"{entry['admitted_bytes'] / 2**20:,.1f}",
-            f"{entry['lifetime_bytes'] / 2**20:,.1f}",
+            mebibytes(entry["full_transfer_bytes"]),
+            mebibytes(entry["admitted_bytes"]),
+            mebibytes(entry["lifetime_bytes"]),
             f"{entry['stock_ttft_seconds']:.2f}",
             f"{entry['ttft_seconds']:.2f}",
             f"{entry['stock_itl_seconds_mean'] * 1000:.0f}",
@@ -220,7 +225,7 @@ def show(report: dict) -> None:
     )
     console.print(
         "full: KV bytes of the prompt. adm. (admitted): bytes decode received before its first step, summaries and manifest "
-        "included. life: until the end. equal: leading output tokens equal to stock's. "
+        "included. life: until the end. TTFT in s, ITL in ms. equal: leading output tokens equal to stock's. "
         f"Host memory of decode in use (staging and cache): at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB. "
         f"KV pool: at most {report['kv_pool_tokens_peak']:,} tokens."
     )
