@@ -29,7 +29,8 @@ class Budget(NamedTuple):
 
     def for_request(self, params: object) -> Budget:
         """With the request's own ``custom_params["oasis"]`` ({} or None: none). Raises ``ConfigError`` naming the option."""
-        own = (params.get("oasis") if isinstance(params, Mapping) else None) or {}
+        own = params.get("oasis") if isinstance(params, Mapping) else None
+        own = {} if own is None else own
         if not isinstance(own, Mapping) or not set(own) <= set(REQUEST_OPTIONS):
             raise ConfigError(f"custom_params.oasis takes {', '.join(REQUEST_OPTIONS)}, not {own!r}")
         mode, tokens, on_miss = own.get("mode", "sparse"), own.get("budget_tokens"), own.get("on_miss")

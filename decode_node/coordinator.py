@@ -23,7 +23,7 @@ from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.pool import NO_SPECULATION, CompactAllocator, VirtualHostPool
 from decode_node.pull import Pull
-from transport.errors import CapacityError
+from transport.errors import CapacityError, ConfigError
 
 log = logging.getLogger("oasis.decode")
 
@@ -56,6 +56,8 @@ class Coordinator:
         self._dropped: deque[Entry] = deque()
         self.batch: list[Entry | None] = []
         self.stepper = self.trace = None
+        self.overlap = False
+        """Whether SGLang prepares a step while another one runs: then a request cannot stand aside between them."""
         self.peak_pages = self.peak_batch = 0
         self.leaks = 0
         # What SGLang reads.
@@ -82,6 +84,8 @@ class Coordinator:
         row = req.kv.req_pool_idx
         prompt, new = len(req.origin_input_ids), req.sampling_params.max_new_tokens
         budget = self.budget.for_request(req.sampling_params.custom_params)
+        if budget.wait and self.overlap:
+            raise ConfigError("on_miss=wait needs --disable-overlap-schedule on the decode node", room=pull.room)
         need = budget.need(prompt, min(new, self.req_to_token.shape[1] - prompt))
         require_possible(need, self.physical.size // self.page, page=self.page, room=pull.room)
         if need.selecting and self._first_room(need) > self.cache.capacity:

@@ -198,6 +198,7 @@ def bind_decode(manager, queue) -> None:
             puller.fetch(pull, WholePages(sink, layout, pages), write_row, written())
     else:
         query_heads = scheduler.model_config.num_attention_heads // manager.attn_tp_size
+        coordinator.overlap = scheduler.enable_overlap
         fetch = _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written)
     manager.bind(puller, layout, fingerprint, report, fetch)
     log.info("decode rank %d pulls over %s into %d windows of %d bytes", manager.attn_tp_rank, plane.kind, options.staging_windows, window)

@@ -78,6 +78,15 @@ def test_a_grant_is_all_that_a_request_needs_or_nothing(nodes, short):
     node.at_baseline()
 
 
+def test_waiting_is_refused_where_steps_overlap(nodes):
+    node = nodes()
+    node.coordinator.overlap = True
+    req = node.arrive(300, 40, {"oasis": {"on_miss": "wait"}})
+    assert not node.preallocate(req)
+    assert isinstance(req.error, ConfigError) and "--disable-overlap-schedule" in str(req.error)
+    node.at_baseline()
+
+
 @pytest.mark.parametrize("how", ["aborted", "failed"])
 def test_a_request_that_ends_while_it_waits_lets_the_next_one_through(nodes, how):
     node = nodes(pages=10)

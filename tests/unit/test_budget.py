@@ -46,7 +46,7 @@ def test_a_request_may_ask_for_less_or_for_waiting():
 
 
 @pytest.mark.parametrize("own", [{"budget_tokens": 2048}, {"budget_tokens": 80}, {"budget_tokens": "512"}, {"budget_tokens": True}, {"mode": "dense"},
-                                 {"on_miss": "never"}, {"budget": 512}, [1]])
+                                 {"on_miss": "never"}, {"budget": 512}, [1], [], 0, ""])
 def test_wrong_options_of_a_request_are_refused(own):
     with pytest.raises(ConfigError, match="custom_params.oasis"):
         BUDGET.for_request({"oasis": own})
