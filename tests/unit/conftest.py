@@ -20,3 +20,14 @@ def worlds(tmp_path):
     yield make
     for world in reversed(made):
         world.close()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """``nodes(**sizes)`` makes a decode ``Node`` with a tier and a prefill rank; all are closed at the end."""
+    from sparse_rig import Node  # imports SGLang
+
+    made = []
+    yield lambda **sizes: made.append(Node(tmp_path, **sizes)) or made[-1]
+    for node in made:
+        node.close()

@@ -13,14 +13,6 @@ from decode_node.pull import PULLING, READY
 from transport.errors import CapacityError, ConfigError, RoomFailed
 
 
-@pytest.fixture
-def nodes(tmp_path):
-    made = []
-    yield lambda **sizes: made.append(Node(tmp_path, **sizes)) or made[-1]
-    for node in made:
-        node.close()
-
-
 def entry_of(node: Node, req: Req):
     return node.coordinator.entries[req.kv.req_pool_idx]
 

@@ -16,14 +16,6 @@ from transport.errors import LeaseExpired
 WAIT = {"oasis": {"on_miss": "wait"}}
 
 
-@pytest.fixture
-def nodes(tmp_path):
-    made = []
-    yield lambda **sizes: made.append(Node(tmp_path, **sizes)) or made[-1]
-    for node in made:
-        node.close()
-
-
 class Coordinator:
     """Answers as told."""
 

@@ -22,14 +22,6 @@ from decode_node.coordinator import Coordinator
 from transport.errors import LeaseExpired
 
 
-@pytest.fixture
-def nodes(tmp_path):
-    made = []
-    yield lambda **sizes: made.append(Node(tmp_path, **sizes)) or made[-1]
-    for node in made:
-        node.close()
-
-
 def lose(node: Node, req: Req) -> None:
     """The tier ends the request's lease."""
     node.puller._post(node.puller._give_up, req.pull, LeaseExpired("the tier ended the lease", room=req.pull.room))

@@ -14,14 +14,6 @@ from decode_node.stepper import Stepper
 from transport.errors import IntegrityError
 
 
-@pytest.fixture
-def nodes(tmp_path):
-    made = []
-    yield lambda **sizes: made.append(Node(tmp_path, **sizes)) or made[-1]
-    for node in made:
-        node.close()
-
-
 def pointed(node: Node, prompt: int, new: int = 60, custom: object = None) -> Req:
     """A request whose blocks have keys around one direction each, so that a query can ask for a block."""
     blocks = -(-prompt // node.page)
