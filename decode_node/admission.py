@@ -24,10 +24,6 @@ from transport.integrity import verify_index, verify_pieces, verify_records
 from transport.layout import KVLayout
 
 
-def _nothing() -> None:
-    """Of a job whose end nobody waits for."""
-
-
 class PieceReads:
     """Makes the jobs that read pieces of a request into the host cache."""
 
@@ -35,9 +31,9 @@ class PieceReads:
         self.layout, self.cache, self.sets = layout, cache, sets
 
     def job(self, entry: Entry, phase: str, pieces: np.ndarray, blocks: np.ndarray,
-            landed: Callable[[np.ndarray, slice], None] = lambda payloads, part: None, finished: Callable[[], None] = _nothing) -> Job:
-        """Reads ``pieces`` int64 [n] of ``blocks`` int64 [n]. ``landed(payloads uint8 [k, piece_bytes], part)`` is called
-        with what was verified and cached."""
+            landed: Callable[[np.ndarray, np.ndarray], None] = lambda payloads, which: None) -> Job:
+        """Reads ``pieces`` int64 [n] of ``blocks`` int64 [n]. ``landed(payloads uint8 [k, piece_bytes], which int64 [k])`` is
+        called with what was verified and cached, ``which`` of the n they are."""
         order = np.lexsort((pieces, blocks))  # neighbours in the arena become one descriptor
         pieces, blocks = pieces[order], blocks[order]
         pull, lay = entry.pull, self.layout
@@ -52,7 +48,7 @@ class PieceReads:
             landed(payloads, order[part])
 
         offsets = pull.link.welcome.geometry.piece_offsets(records, pieces, lay)
-        return Job(pull=pull, phase=phase, offsets=offsets, unit=lay.piece_bytes, accept=accept, finished=finished)
+        return Job(pull=pull, phase=phase, offsets=offsets, unit=lay.piece_bytes, accept=accept)
 
 
 class SelectedBlocks(Destination):
@@ -75,7 +71,7 @@ class SelectedBlocks(Destination):
         if not self.whole:
             return []
         offsets = pull.link.welcome.geometry.index_offsets(pull.records[: self.whole])
-        return [Job(pull=pull, phase="summaries", offsets=offsets, unit=self.layout.index_bytes, accept=self._index, finished=_nothing)]
+        return [Job(pull=pull, phase="summaries", offsets=offsets, unit=self.layout.index_bytes, accept=self._index)]
 
     def more(self, pull: Pull) -> list[Job]:
         if self._asked:
@@ -87,7 +83,7 @@ class SelectedBlocks(Destination):
             self.reads.sets.place(self.entry.set, np.zeros((self.layout.pieces, 0), np.int64), 0)
         if self.entry.prompt % self.layout.block_tokens:
             offsets = pull.link.welcome.geometry.payload_offsets(pull.records[self.whole :])
-            jobs.append(Job(pull=pull, phase="partial_page", offsets=offsets, unit=self.layout.payload_bytes, accept=self._partial, finished=_nothing))
+            jobs.append(Job(pull=pull, phase="partial_page", offsets=offsets, unit=self.layout.payload_bytes, accept=self._partial))
         return jobs
 
     @property

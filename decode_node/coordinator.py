@@ -1,8 +1,8 @@
 """The object that SGLang calls ``hisparse_coordinator``: requests hold working sets instead of whole prompts.
 
 SGLang's scheduler asks it for admission, per-step slots, release and retraction (``sglang/srt/managers/hisparse_coordinator.py``
-names the surface). A request is granted everything it will ever hold (pages, a working set, room for what it generates)
-before anything is pulled for it, in the order of arrival, so nothing is allocated while it runs.
+names the surface). A request is granted everything it will ever hold on the device (pages, a working set), and room in the host
+cache for the first of what it generates, before anything is pulled for it, in the order of arrival.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -302,8 +302,11 @@ class Coordinator:
         """Memory goes with the process."""
 
 
-class Parked(SimpleNamespace):
+@dataclass(eq=False)
+class Parked:
     """A retracted request: its entry, a host copy of its pages and what the page table said of them."""
 
-    def __init__(self, entry: Entry, content: torch.Tensor, counts: tuple[int, ...]):
-        super().__init__(entry=entry, content=content, counts=counts, guard=None)
+    entry: Entry
+    content: torch.Tensor
+    counts: tuple[int, ...]
+    guard: weakref.finalize | None = None

@@ -2,7 +2,8 @@
 
 A *set* belongs to one request that may hold fewer blocks than it has. It keeps the summaries of all its blocks, a smoothed
 attention mass, and the residency. Every (layer, KV head) of a set holds exactly ``working[set]`` distinct blocks: a block
-held twice would count twice in softmax. Residency changes only in ``place``, ``replace`` and ``fold``, at step boundaries.
+held twice would count twice in softmax. Residency changes only in ``place`` (admission), and in ``replace``,
+``grow`` and ``fold`` at step boundaries.
 """
 
 from __future__ import annotations
