@@ -77,7 +77,7 @@ class Coordinator:
 
     # -- admission ----------------------------------------------------------------------------------------------
 
-    def reserve(self, req, pull: Pull) -> Entry:
+    def reserve(self, req, pull: Pull, write_row: Callable[[tuple[bytes, ...]], None] | None = None) -> Entry:
         """Queues a request whose prompt is committed; ``admit`` is called once it holds all it needs. Raises
         ``ConfigError`` for wrong options of the request, ``CapacityError`` for one that cannot ever be held."""
         self.tidy()
@@ -93,7 +93,7 @@ class Coordinator:
                                 limit=f"host_cache_bytes={self.cache.capacity * self.cache.piece_bytes}")
         if row in self.entries:
             raise AssertionError(f"row {row} is taken")
-        entry = self.entries[row] = Entry(row=row, rid=req.rid, prompt=prompt, budget=budget, need=need, pull=pull)
+        entry = self.entries[row] = Entry(row=row, rid=req.rid, prompt=prompt, budget=budget, need=need, pull=pull, write_row=write_row)
         self.waiting.append(entry)
         self._grant()
         return entry

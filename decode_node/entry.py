@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
@@ -38,6 +39,8 @@ class Entry:
     budget: Budget
     need: Need
     pull: Pull
+    write_row: Callable[[tuple[bytes, ...]], None] | None = None
+    """Takes the hand-over row when the pull is complete."""
     pages: np.ndarray | None = None
     set: int | None = None
     digests: np.ndarray | None = None

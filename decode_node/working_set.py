@@ -90,10 +90,6 @@ class WorkingSets:
         self.slot_of[sets, pieces, blocks] = slots.to(torch.int16)
         self.block_at[sets, pieces, slots] = blocks.to(torch.int32)
 
-    def absent(self, sets: torch.Tensor, pieces: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """bool [n]: which blocks are not resident."""
-        return self.slot_of[sets, pieces, blocks] < 0
-
     def grow(self, chosen: int, block: int, slot: int, keys: torch.Tensor) -> None:
         """A sealed block enters at a free slot of all (layer, KV head). ``keys`` float [S, tokens, head_dim]."""
         self._learn(chosen, block, keys)

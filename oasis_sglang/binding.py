@@ -230,19 +230,16 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, group=query_heads // layout.kv_heads, scale=layout.head_dim**-0.5,
                       cap=options.fetch_blocks_per_step, wait_seconds=options.wait_seconds,
                       pull=lambda entry, which, of: puller.demand(entry.pull, reads.job(entry, "on_demand", which, of)))
-    rows: dict[int, object] = {}
 
     def admit(entry) -> None:
-        row = rows.pop(entry.row)
         if entry.set is None:
-            pages = entry.pages[: -(-entry.prompt // page)]
-            puller.fetch(entry.pull, WholePages(sink, layout, pages), row, written())
+            destination = WholePages(sink, layout, entry.pages[: -(-entry.prompt // page)])
         else:
-            puller.fetch(entry.pull, SelectedBlocks(entry, reads, pieces, sink, whole_cache=options.admission == "full"), row, written())
+            destination = SelectedBlocks(entry, reads, pieces, sink, whole_cache=options.admission == "full")
+        puller.fetch(entry.pull, destination, entry.write_row, written())
 
     def fetch(req, pull, pages, write_row) -> None:
-        rows[req.kv.req_pool_idx] = write_row
-        coordinator.reserve(req, pull)
+        coordinator.reserve(req, pull, write_row)
 
     coordinator.bind(pieces=pieces, sets=sets, cache=cache, stepper=stepper, puller=puller, admit=admit,
                      trace=Trace(options.trace_dir) if options.trace_dir else None)
