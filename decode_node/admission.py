@@ -1,7 +1,8 @@
 """What a request with a working set pulls: the index of its whole blocks, then the selected pieces and the partial page.
 
 Every piece goes to the host cache, so that it crosses the wire once however often it leaves and enters a slot; those of
-the first working set also go straight to their slots, which nothing reads before the request runs.
+the first working set also go straight to their slots, which nothing reads before the request runs. Of critical heads every
+piece is pulled, into the dense lane.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import numpy as np
 from decode_node.destination import Destination
 from decode_node.entry import Entry
 from decode_node.host_cache import HostCache
+from decode_node.lane import DenseLane
 from decode_node.pages import PageSink
 from decode_node.pieces import PoolPieces
 from decode_node.pull import Pull
@@ -27,8 +29,8 @@ from transport.layout import KVLayout
 class PieceReads:
     """Makes the jobs that read pieces of a request into the host cache."""
 
-    def __init__(self, layout: KVLayout, cache: HostCache, sets: WorkingSets):
-        self.layout, self.cache, self.sets = layout, cache, sets
+    def __init__(self, layout: KVLayout, cache: HostCache, sets: WorkingSets, lane: DenseLane | None = None):
+        self.layout, self.cache, self.sets, self.lane = layout, cache, sets, lane
 
     def job(self, entry: Entry, phase: str, pieces: np.ndarray, blocks: np.ndarray,
             landed: Callable[[np.ndarray, np.ndarray], None] = lambda payloads, which: None) -> Job:
@@ -43,7 +45,8 @@ class PieceReads:
         def accept(payloads: np.ndarray, start: int, stop: int) -> None:
             part = slice(start, stop)
             verify_pieces(payloads, generations[part], digests[part], records[part], peer=pull.link.peer, room=pull.room)
-            self.cache.insert(entry.set, pieces[part], blocks[part], payloads)
+            kept = slice(None) if self.lane is None else self.lane.place[pieces[part]] < 0  # what is in the lane never leaves it
+            self.cache.insert(entry.set, pieces[part][kept], blocks[part][kept], payloads[kept])
             self.sets.flying[entry.set, pieces[part], blocks[part]] = False
             landed(payloads, order[part])
 
@@ -58,7 +61,7 @@ class SelectedBlocks(Destination):
 
     def __init__(self, entry: Entry, reads: PieceReads, pool: PoolPieces, sink: PageSink, *, whole_cache: bool):
         self.entry, self.reads, self.pool, self.sink, self.whole_cache = entry, reads, pool, sink, whole_cache
-        self.layout = reads.layout
+        self.layout, self.lane = reads.layout, reads.lane
         self.whole = entry.prompt // self.layout.block_tokens
         self._asked = False
 
@@ -76,6 +79,8 @@ class SelectedBlocks(Destination):
     def more(self, pull: Pull) -> list[Job]:
         if self._asked:
             self.pool.settle()
+            if self.lane is not None:
+                self.lane.settle()
             return []
         self._asked = True
         jobs = [self._pieces(pull)] if self.whole else []
@@ -104,8 +109,10 @@ class SelectedBlocks(Destination):
         sets.place(self.entry.set, selection, self.whole)
         pieces = np.repeat(np.arange(self.layout.pieces), selection.shape[1])
         blocks, slots = selection.reshape(-1), np.tile(np.arange(selection.shape[1]), self.layout.pieces)
-        if self.whole_cache:
-            rest = np.ones((self.layout.pieces, self.whole), bool)
+        if self.whole_cache or self.lane is not None:
+            rest = np.full((self.layout.pieces, self.whole), self.whole_cache)
+            if self.lane is not None:
+                rest[self.lane.pieces] = True
             rest[pieces, blocks] = False
             more = np.nonzero(rest)
             pieces, blocks = np.concatenate([pieces, more[0]]), np.concatenate([blocks, more[1]])
@@ -115,6 +122,8 @@ class SelectedBlocks(Destination):
             resident = slots[part] >= 0
             at = part[resident]
             self.pool.write(pieces[at], self.entry.pages[slots[at]], payloads[resident])
+            if self.lane is not None:
+                self.lane.write(self.entry.set, pieces[part], blocks[part], payloads)
 
         return self.reads.job(self.entry, "pieces", pieces, blocks, landed)
 
@@ -122,3 +131,5 @@ class SelectedBlocks(Destination):
         pull, last = self.entry.pull, slice(self.whole, self.whole + 1)
         verify_records(payloads, pull.generations[last], pull.roots[last], pull.records[last], self.layout, peer=pull.link.peer, room=pull.room)
         self.sink.scatter(payloads, self.entry.pages[self.working : self.working + 1])
+        if self.lane is not None:
+            self.lane.write_record(self.entry.set, self.whole, payloads[0])

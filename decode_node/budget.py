@@ -17,7 +17,8 @@ def _pages(tokens: int, page: int) -> int:
 
 class Budget(NamedTuple):
     """A working set's size. ``working``: blocks per (layer, KV head), of which the first ``sink`` and the last ``recent``
-    are pinned; ``tail``: pages beside them; ``wait``: whether misses are waited for."""
+    are pinned; ``tail``: pages beside them; ``wait``: whether misses are waited for; ``draft``: tokens that a step of
+    speculative decoding verifies, 0 without."""
 
     page: int
     working: int
@@ -26,6 +27,7 @@ class Budget(NamedTuple):
     tail: int
     wait: bool
     exact: bool = False
+    draft: int = 0
 
     def for_request(self, params: object) -> Budget:
         """With the request's own ``custom_params["oasis"]`` ({} or None: none). Raises ``ConfigError`` naming the option."""
@@ -47,8 +49,9 @@ class Budget(NamedTuple):
         return self._replace(working=working, exact=mode == "exact", wait=self.wait if on_miss is None else on_miss == "wait")
 
     def need(self, prompt: int, new: int) -> Need:
-        """What a request of ``prompt`` tokens and at most ``new`` generated ones holds from admission to its end."""
-        total = _pages(prompt + new, self.page)
+        """What a request of ``prompt`` tokens and at most ``new`` generated ones holds from admission to its end. Drafts are
+        written past the last token: those of the step that ends the request, and with overlap of one step more."""
+        total = _pages(prompt + new + 2 * self.draft, self.page)
         most = self.working + self.tail
         if self.exact or total <= most:
             return Need(total, total, total, False, 0)
@@ -67,7 +70,7 @@ class Need(NamedTuple):
     generated: int
 
 
-def make_budget(page: int, budget_tokens: int, sink_tokens: int, recent_tokens: int, tail_tokens: int, wait: bool) -> Budget:
+def make_budget(page: int, budget_tokens: int, sink_tokens: int, recent_tokens: int, tail_tokens: int, wait: bool, draft: int = 0) -> Budget:
     """Raises ``ConfigError`` naming the option that makes no working set."""
     if page not in PAGE_SIZES:
         raise ConfigError(f"Oasis option mode=sparse needs --page-size {', '.join(map(str, PAGE_SIZES))}, not {page}; other sizes need mode=exact")
@@ -80,7 +83,15 @@ def make_budget(page: int, budget_tokens: int, sink_tokens: int, recent_tokens: 
         raise ConfigError(f"Oasis option budget_tokens={budget_tokens} is larger than a working set can be", limit=f"{((1 << 15) - 1) * page}")
     if tail < 2:
         raise ConfigError(f"Oasis option tail_tokens={tail_tokens} is too small: one page is being written, one is complete", limit=f"at least {2 * page}")
-    return Budget(page, working, sink, recent, tail, wait)
+    if draft > page:
+        raise ConfigError(f"speculative_num_draft_tokens={draft} is more than a page: a page may only leave the tail once it is committed", limit=f"{page}")
+    return Budget(page, working, sink, recent, tail, wait, draft=draft)
+
+
+def most_sets(budget: Budget, rows: int, pool_pages: int) -> int:
+    """Requests of at most ``rows`` that may select at once. One holds all pages of working set and tail; twice as many sets as
+    fit leave room for requests with smaller budgets of their own."""
+    return max(1, min(rows, 2 * pool_pages // (budget.working + budget.tail)))
 
 
 def require_possible(need: Need, pool_pages: int, *, page: int, room: int | None) -> None:

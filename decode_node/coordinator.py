@@ -8,6 +8,7 @@ cache for the first of what it generates, before anything is pulled for it, in t
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats
 
 from decode_node.budget import Budget, Need, require_possible
 from decode_node.entry import Entry
+from decode_node.lane import DenseLane
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.pool import NO_SPECULATION, CompactAllocator, VirtualHostPool
@@ -37,7 +39,7 @@ class Coordinator:
     Built with the KV pool, before attention back ends; ``bind`` adds what pulls and selects (``binding.py``).
     """
 
-    def __init__(self, runner, budget: Budget):
+    def __init__(self, runner, budget: Budget, lane: DenseLane | None = None):
         allocator: CompactAllocator = runner.token_to_kv_pool_allocator
         allocator.coordinator = self
         self.budget, self.pool = budget, runner.token_to_kv_pool
@@ -46,8 +48,9 @@ class Coordinator:
         self.req_to_token = runner.req_to_token_pool.req_to_token
         self.page = budget.page
         rows, context = self.req_to_token.shape
-        self.max_blocks = -(-context // self.page)
+        self.max_blocks = -(-(context + 2 * budget.draft) // self.page)
         self.table = PageTable(rows, max(self.max_blocks, budget.working + budget.tail), self.page, self.pool.device)
+        self.lane = lane
         self.entries: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
         self.parked: dict[int, Parked] = {}
@@ -91,6 +94,8 @@ class Coordinator:
         if need.selecting and self._first_room(need) > self.cache.capacity:
             raise CapacityError("what the request generates does not fit the host cache", room=pull.room,
                                 limit=f"host_cache_bytes={self.cache.capacity * self.cache.piece_bytes}")
+        if need.selecting and self.lane is not None and self._lane_tokens(prompt, need) > self.lane.capacity:
+            raise CapacityError("the request does not fit the dense lane", room=pull.room, limit=f"lane_tokens={self.lane.capacity}")
         if row in self.entries:
             raise AssertionError(f"row {row} is taken")
         entry = self.entries[row] = Entry(row=row, rid=req.rid, prompt=prompt, budget=budget, need=need, pull=pull, write_row=write_row)
@@ -112,9 +117,14 @@ class Coordinator:
         if self.physical.available_size() // self.page - self.parked_pages < need.pages:
             return False
         if need.selecting:
+            lane_tokens = self._lane_tokens(entry.prompt, need) if self.lane is not None else 0
+            if self.lane is not None and self.lane.free_pages * self.page < lane_tokens:
+                return False
             if not self.sets.free or not self.cache.reserve(self._first_room(need)):
                 return False
             entry.set, entry.room = self.sets.acquire(), self._first_room(need)
+            if self.lane is not None and not self.lane.take(entry.set, lane_tokens):
+                raise AssertionError("lane pages were free and are not")
         entry.pages = self._allocate(need.pages)
         return True
 
@@ -122,6 +132,10 @@ class Coordinator:
         """Pieces of generated blocks to promise room for: the limit that a request names is seldom what it generates, so
         the rest is asked for as it comes."""
         return min(need.generated, GENERATED_TOKENS // self.page) * self.sets.layout.pieces
+
+    def _lane_tokens(self, prompt: int, need: Need) -> int:
+        """Room in the lane at once: the prompt and, as in the host cache, the first of what is generated."""
+        return (prompt // self.page + min(need.generated, GENERATED_TOKENS // self.page)) * self.page
 
     def _allocate(self, pages: int) -> np.ndarray:
         slots = self.physical.alloc(pages * self.page)
@@ -138,19 +152,44 @@ class Coordinator:
 
     def map_last_loc_to_buffer(self, seq_lens, out_cache_loc, req_pool_indices, seq_lens_cpu, req_pool_indices_cpu) -> None:
         rows, lengths = req_pool_indices_cpu.numpy(), seq_lens_cpu.numpy()
-        slots, folds = self.table.append(rows, lengths)
+        self._place(rows, lengths - 1, 1, out_cache_loc)
+
+    def _place(self, rows: np.ndarray, first: np.ndarray, count: int, out_cache_loc: torch.Tensor) -> None:
+        """Where the ``count`` tokens from ``first`` int64 [b] on are written; ``out_cache_loc`` [b * count]: their logical ids."""
+        if self.lane is not None:
+            self._extend_lanes(rows, first + count)
+        slots, folds = self.table.append(rows, first, count)
         self.stepper.folds += folds
-        self.mapping[out_cache_loc] = torch.from_numpy(slots).to(self.mapping.device)
+        self.mapping[out_cache_loc] = torch.from_numpy(slots.reshape(-1)).to(self.mapping.device)
         self.peak_batch = max(self.peak_batch, len(rows))
 
-    def begin_step(self, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """On the forward's stream, before its first layer. Returns compact lengths int64 [b]."""
+    def _extend_lanes(self, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """A page ahead of ``lengths`` int64 [b]: a request for which there is none can still run this step, and then ends."""
+        sets = self.sets_of(rows)
+        for i in np.flatnonzero((sets >= 0) & (self.lane.covered(sets) < lengths + self.page)):
+            entry = self.entries[int(rows[i])]
+            most = (entry.prompt // self.page + entry.need.generated) * self.page
+            if entry.error is None and not self.lane.grow(entry.set, min(int(lengths[i]) + self.page, most)):
+                entry.error = CapacityError("the dense lane is full", room=entry.pull.room, limit=f"lane_tokens={self.lane.capacity}")
+
+    def sets_of(self, rows: np.ndarray) -> np.ndarray:
+        """int64 [b]: the working sets of ``rows`` int64 [b], -1 without."""
+        entries = (self.entries.get(row) for row in rows.tolist())
+        return np.array([-1 if e is None or e.set is None else e.set for e in entries], np.int64)
+
+    def begin_step(self, rows: np.ndarray, lengths: np.ndarray, *, draft: int = 0, out_cache_loc: torch.Tensor | None = None) -> np.ndarray:
+        """On the forward's stream, before its first layer. ``draft`` > 0: it verifies so many tokens of each request after the
+        ``lengths`` int64 [b] that are committed, and they go to the logical ids ``out_cache_loc`` [b * draft]; else the newest
+        token, whose place is known since the step was scheduled, is part of ``lengths``. Returns compact lengths int64 [b]."""
         if self.stepper is None:  # a warm-up forward while the server starts
             return self.table.lengths(rows, lengths)
+        if draft:
+            self._place(rows, lengths, draft, out_cache_loc)
         self.batch = [self.entries.get(row) for row in rows.tolist()]
-        compact = self.stepper.begin(self.batch, rows, lengths)
+        compact = self.stepper.begin(self.batch, rows, lengths, queries=draft or 1)
         if self.trace:
             sets = [-1 if e is None or e.set is None else e.set for e in self.batch]
+            self._began = time.monotonic()
             self.trace.write("step", rows=rows, lengths=lengths, compact=compact, folded=self.table.folded[rows], working=self.table.working[rows],
                              rooms=[-1 if e is None else e.pull.room for e in self.batch], block_at=self.sets.block_at[sets])
         return compact
@@ -163,9 +202,17 @@ class Coordinator:
             self.trace.write(f"layer{layer}", q=q, k=k, v=v, out=out)
 
     def end_step(self) -> None:
-        """After the last layer."""
+        """After the last layer of a step without drafts."""
         if self.stepper is not None:
-            self.stepper.end(self.batch)
+            self.stepper.end()
+        if self.trace:
+            self.trace.write("forward", began=self._began, ended=time.monotonic())
+
+    def verified(self, accept_lens: torch.Tensor, drafts: np.ndarray) -> None:
+        """After a step with drafts: ``accept_lens`` int [b] tokens of each request were accepted, the last of which comes from
+        the target itself; ``drafts`` int64 [b]: how many of the verified tokens were drafts and not padding."""
+        if self.stepper is not None:
+            self.stepper.verified(accept_lens, drafts)
 
     def blocked(self, req) -> bool:
         """Whether a running request has to wait at the step boundary for blocks that it missed."""
@@ -193,13 +240,18 @@ class Coordinator:
         if entry.released:
             return
         entry.released = True
+        if self.stepper is not None:
+            self.stepper.settle()
         if entry in self.waiting:
             self.waiting.remove(entry)
         self.puller.cancel(entry.pull, "the request ended on the decode node")
         self.puller.release(entry.pull)
         if entry.set is not None:
+            self.stepper.totals["fetched_wasted"] += int(self.sets.ahead[entry.set].sum())
             self.cache.drop(entry.set)
             self.cache.unreserve(entry.room)
+            if self.lane is not None:
+                self.lane.give(entry.set)
             self.sets.release(entry.set)
         self._free_pages(entry)
         self._grant()
@@ -218,6 +270,7 @@ class Coordinator:
     def retract_req(self, req) -> None:
         """Keeps a host copy of what the request's pages hold and gives them back. Its set, its host cache and its lease stay."""
         self.tidy()
+        self.stepper.settle()
         row = req.kv.req_pool_idx
         self.mapping[self.req_to_token[row, : req.kv.kv_allocated_len].long()] = 0
         entry = self.entries.pop(row, None)
@@ -257,13 +310,23 @@ class Coordinator:
 
     def report(self) -> dict:
         """For ``/server_info``."""
-        cache, stepper = self.cache, self.stepper
+        cache, stepper, lane = self.cache, self.stepper, self.lane
         return {"held": self.held(), "logical_tokens": self.logical.size - self.logical.available_size(), "live": len(self.entries),
                 "physical_tokens": self.physical.size, "physical_tokens_peak": self.peak_pages * self.page, "batch_peak": self.peak_batch,
                 "sets": self.sets.size, "leaks": self.leaks, "steps": dict(stepper.totals),
+                "stalls": stepper.stalls.report(), "heads": {name: a.tolist() for name, a in stepper.lookahead.heads.items()},
+                "live_requests": self._live(),
+                "lane": None if lane is None else {"heads": len(lane.pieces), "bytes": lane.kv.nbytes + lane.table.nbytes, "tokens": lane.used_tokens,
+                                                   "capacity_tokens": lane.capacity, "peak_tokens": lane.peak_tokens},
                 "host_cache": {"capacity_bytes": cache.capacity * cache.piece_bytes, "used_bytes": cache.used_bytes, "peak_bytes": cache.peak_bytes,
                                "average_bytes": int(cache.average_bytes()), "pinned_bytes": cache.pinned_bytes, "reserved_bytes": cache.reserved_bytes,
                                "evicted": cache.evicted, "uncached": cache.uncached}}
+
+    def _live(self) -> list[dict]:
+        rows = [(e, e.row) for e in self.entries.values() if e.pages is not None]
+        return [{"rid": e.rid, "room": e.pull.room, "prompt": e.prompt, "state": e.pull.state, "working": int(self.table.working[row]),
+                 "tail": int(self.table.tail[row]), "blocks": int(self.table.folded[row] + self.table.tail[row]), "selecting": e.set is not None,
+                 "steps": e.steps, "pulled_bytes": sum(e.pull.bytes_by_phase.values())} for e, row in rows]
 
     # -- figures and the rest of the surface --------------------------------------------------------------------
 
@@ -274,8 +337,9 @@ class Coordinator:
     def held(self) -> dict[str, int]:
         """Everything a finished request must have given back, by scanning; all zero when nothing runs."""
         mapped = int((self.mapping[:-1] >= self.page).sum())  # warm-up requests write to the padding page
+        lane_tokens = self.lane.used_tokens if self.lane is not None else 0
         return {"pages": self.used_pages, "mapped": mapped, "sets": self.sets.size - self.sets.free, "waiting": len(self.waiting),
-                "parked_pages": self.parked_pages, **{f"cache_{k}": v for k, v in self.cache.scan().items() if k != "free"}}
+                "parked_pages": self.parked_pages, "lane_tokens": lane_tokens, **{f"cache_{k}": v for k, v in self.cache.scan().items() if k != "free"}}
 
     def get_token_stats(self) -> HiSparseTokenStats:
         pages, size = self.used_pages * self.page, self.physical.size

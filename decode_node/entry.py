@@ -45,7 +45,12 @@ class Entry:
     set: int | None = None
     digests: np.ndarray | None = None
     swaps: Swaps = field(default_factory=Swaps.none)
+    step: int = 0
+    """The last step that it took part in while it held fewer blocks than it has; ``steps``: how many there were."""
+    steps: int = 0
     wait_until: float = 0.0
+    stalled_at: float = 0.0
+    """Since when it stands aside; 0: it does not."""
     room: int = 0
     """Pieces that the host cache has promised room for; ``kept`` of them are in use by what was generated."""
     kept: int = 0

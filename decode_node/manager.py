@@ -135,7 +135,8 @@ class OasisDecodeManager(CommonKVManager):
     def report(self) -> dict:
         """Counters for ``/server_info``."""
         puller = self.puller
-        return {"role": "decode", "totals": dict(puller.totals), "pulls": len(puller.live), "requests": dict(puller.reports),
+        return {"role": "decode", "totals": dict(puller.totals), "pulls": len(puller.live),
+                "leases": sum(pull.state == states.SERVING for pull in list(puller.live)), "requests": dict(puller.reports),
                 "tiers": {a: (link.epoch if link.error is None else "") for a, link in list(puller.links.items())}, **self._report()}
 
 

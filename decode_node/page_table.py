@@ -76,25 +76,30 @@ class PageTable:
     def _columns(self) -> tuple[np.ndarray, ...]:
         return self.reserved, self.working, self.most_working, self.most_tail, self.tail, self.folded
 
-    def append(self, rows: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, list[Fold]]:
-        """Places of the newest token of each of ``rows`` int64 [b] with true ``lengths`` int64 [b] (that token included).
+    def append(self, rows: np.ndarray, first: np.ndarray, count: int = 1) -> tuple[np.ndarray, list[Fold]]:
+        """Places of the ``count`` tokens at positions ``first`` int64 [b]... of each of ``rows`` int64 [b]; the tokens before
+        them are committed. Pages that are open already, for drafts that were not accepted, are used again.
 
-        Returns physical token slots int64 [b] and the blocks that had to leave a tail for it. A row without pages (a
+        Returns physical token slots int64 [b, count] and the blocks that had to leave a tail for it. A row without pages (a
         warm-up request) writes to the padding page.
         """
-        blocks = (lengths - 1) // self.page
-        folds: list[Fold] = []
-        # At most one page per step and row, once every ``page`` steps: the loop is over those rows only.
-        for i in np.flatnonzero((blocks - self.folded[rows] >= self.tail[rows]) & (self.reserved[rows] > 0)):
-            folds += self._open_page(int(rows[i]))
         held = self.reserved[rows] > 0
-        at = np.where(held, self.working[rows] + blocks - self.folded[rows], 0)
-        return np.where(held, self.pages[rows, at], 0) * self.page + (lengths - 1) % self.page, folds
+        last = (first + count - 1) // self.page
+        folds: list[Fold] = []
+        # A page per row at most once every ``page`` tokens: the loop is over those rows only.
+        while len(short := np.flatnonzero((last - self.folded[rows] >= self.tail[rows]) & held)):
+            for row, committed in zip(rows[short].tolist(), first[short].tolist()):
+                folds += self._open_page(row, committed)
+        positions = first[:, None] + np.arange(count)
+        at = np.where(held[:, None], self.working[rows, None] + positions // self.page - self.folded[rows, None], 0)
+        return np.where(held[:, None], self.pages[rows[:, None], at], 0) * self.page + positions % self.page, folds
 
-    def _open_page(self, row: int) -> list[Fold]:
+    def _open_page(self, row: int, committed: int) -> list[Fold]:
         self._dirty.add(row)
         folds = []
         if self.tail[row] == self.most_tail[row]:
+            if (self.folded[row] + 1) * self.page > committed:
+                raise AssertionError(f"row {row} folds a block that is not committed")
             first, block = int(self.working[row]), int(self.folded[row])
             page = int(self.pages[row, first])
             if first < self.most_working[row]:

@@ -33,6 +33,10 @@ def _nothing() -> None:
     pass
 
 
+def _ignore(*_) -> None:
+    pass
+
+
 @dataclass(eq=False)
 class Job:
     """Items to read for one request: ``unit`` bytes at each of ``offsets`` (uint64 [n], in the tier's arena).
@@ -67,13 +71,15 @@ class Flight:
     transfer: Transfer
     connection: int
     deadline: float
+    posted: float
 
 
 class JobReader:
     """Owner of the data plane, the staging memory and every read in flight. Lives on the puller's thread.
 
     ``finished(job)``: all its items were accepted; ``fail(pull, error)``: it cannot be served; ``guard(pull, work, *args)``:
-    runs work so that an error ends that pull alone.
+    runs work so that an error ends that pull alone. ``landed(phase, posted, now, bytes)``: for tests, after each read that was
+    accepted (monotonic seconds).
     """
 
     def __init__(self, plane: DataPlane, staging: Staging, limits: PullLimits, totals: Counter, *, finished: Callable[[Job], None],
@@ -84,6 +90,7 @@ class JobReader:
         self.flights: list[Flight] = []
         self.ready: list[Job] = []
         self.staged_peak = 0
+        self.landed: Callable[[str, float, float, int], None] = _ignore
         self._moved_at = float("inf")
 
     @property
@@ -183,7 +190,7 @@ class JobReader:
         except OasisError:
             self.staging.release(window)
             raise
-        self.flights.append(Flight(job, start, stop, window, transfer, arena.connection, now + self.limits.read_seconds))
+        self.flights.append(Flight(job, start, stop, window, transfer, arena.connection, now + self.limits.read_seconds, now))
         used = (len(self.flights) + self.staging.quarantined) * self.staging.window_bytes
         self.staged_peak = max(self.staged_peak, used)
 
@@ -224,6 +231,7 @@ class JobReader:
         pull.bytes_by_phase[job.phase] += n * job.unit
         self.totals[f"bytes_{job.phase}"] += n * job.unit
         job.landed += n
+        self.landed(job.phase, flight.posted, now, n * job.unit)
 
     def _failed_read(self, job: Job, start: int, stop: int, connection: int, error: Exception) -> None:
         if not isinstance(error, OasisError):

@@ -1,10 +1,9 @@
 """What happens to working sets around one decode forward.
 
-    begin   on the forward's stream, before it: landed pieces are committed into slots, sealed blocks are folded, the
-            compact rows are brought up to date
-    (forward: exact attention over the compact rows; the tap keeps each layer's queries)
-    end     the newest rows' queries score all blocks of their requests; the plan says what should come in and what leaves;
-            what this node does not have is pulled
+    begin      on the forward's stream, before it: the plan of the step before is taken, landed pieces are committed into slots,
+               sealed blocks are folded, the compact rows are brought up to date
+    (forward: exact attention over the compact rows; ``lookahead`` scores the queries of its layers)
+    end        the forward is through, and what it verified is known: ``lookahead`` plans and pulls, beside what follows
 
 Nothing in a forward ever sees a slot change. Everything is vectorised over requests x layers x KV heads; the loops are over
 the requests that pull or fold in this step.
@@ -14,36 +13,37 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from decode_node.entry import Entry, Swaps
 from decode_node.host_cache import HostCache
+from decode_node.lookahead import Lookahead, Rows
 from decode_node.page_table import Fold, PageTable
 from decode_node.pieces import PoolPieces
+from decode_node.stalls import Stalls
 from decode_node.working_set import WorkingSets
 from transport.errors import CapacityError
 
 
 class Stepper:
-    """Owner of nothing but the folds that a step still has to do; lives on the scheduler thread.
+    """Owner of the folds that a step still has to do, and of each request's swaps; lives on the scheduler thread."""
 
-    ``pull(entry, pieces int64 [n], blocks int64 [n])`` starts an on-demand pull. ``group``: query heads per KV head.
-    """
-
-    def __init__(self, *, table: PageTable, sets: WorkingSets, cache: HostCache, pool: PoolPieces, group: int, scale: float, cap: int,
-                 wait_seconds: float, pull: Callable[[Entry, np.ndarray, np.ndarray], None]):
-        self.table, self.sets, self.cache, self.pool, self.pull = table, sets, cache, pool, pull
-        self.group, self.scale, self.cap, self.wait_seconds = group, scale, cap, wait_seconds
+    def __init__(self, *, table: PageTable, sets: WorkingSets, cache: HostCache, pool: PoolPieces, lookahead: Lookahead, wait_seconds: float,
+                 totals: Counter[str]):
+        self.table, self.sets, self.cache, self.pool, self.lookahead, self.totals = table, sets, cache, pool, lookahead, totals
+        self.wait_seconds = wait_seconds
         self.folds: list[Fold] = []
-        self.totals: Counter[str] = Counter()
-        lay = pool.layout
-        self.queries = torch.zeros((lay.num_layers, 1, lay.kv_heads * group * lay.head_dim), device=sets.raw.device)
+        self.stalls = Stalls()
 
-    def begin(self, entries: Sequence[Entry | None], rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """``entries``, ``rows`` int64 [b] and true ``lengths`` int64 [b] of the batch; returns compact lengths int64 [b]."""
+    def begin(self, entries: Sequence[Entry | None], rows: np.ndarray, lengths: np.ndarray, queries: int = 1) -> np.ndarray:
+        """``entries``, ``rows`` int64 [b] and true ``lengths`` int64 [b] of the batch, ``queries`` rows of each that will be
+        tapped; returns compact lengths int64 [b]."""
+        started = time.perf_counter()
+        self.settle()
+        self.totals["plan_wait_microseconds"] += int((time.perf_counter() - started) * 1e6)
         selecting = [e for e in entries if e is not None and e.set is not None]
         self._commit([e for e in selecting if len(e.swaps.blocks)])
         by_row = {e.row: e for e in selecting}
@@ -52,32 +52,39 @@ class Stepper:
                 self._fold(entry, fold)
         self.folds.clear()
         self.table.upload()
+        self.lookahead.begin(entries, queries)
         return self.table.lengths(rows, lengths)
 
     def tap(self, layer: int, queries: torch.Tensor) -> None:
-        """Keeps a layer's post-RoPE queries [b, q_heads * head_dim]."""
-        if self.queries.shape[1] < len(queries) or self.queries.dtype != queries.dtype:
-            grown = max(self.queries.shape[1], len(queries))
-            self.queries = torch.zeros((self.queries.shape[0], grown, self.queries.shape[2]), dtype=queries.dtype, device=queries.device)
-        self.queries[layer, : len(queries)] = queries.view(len(queries), -1)
+        """A layer's post-RoPE queries [b * rows, q_heads * head_dim]."""
+        self.lookahead.tap(layer, queries)
 
-    def end(self, entries: Sequence[Entry | None]) -> None:
-        """Scores and plans for the requests of the forward that has just run, in the order of its batch."""
-        at = [i for i, e in enumerate(entries) if e is not None and e.set is not None and self.sets.blocks[e.set] > self.sets.working[e.set]]
-        if not at:
+    def end(self) -> None:
+        """The forward, one row per request, is through."""
+        self.lookahead.plan()
+
+    def verified(self, accept_lens: torch.Tensor, drafts: np.ndarray) -> None:
+        """The forward and its sampling are through; see ``Coordinator.verified``."""
+        accepted = accept_lens.cpu().numpy().astype(np.int64)
+        self.totals["verify_steps"] += len(accepted)
+        self.totals["drafts_proposed"] += int(drafts.sum())
+        self.totals["drafts_accepted"] += int(np.minimum(accepted - 1, drafts).sum())
+        self.totals["tokens_accepted"] += int(accepted.sum())
+        self.lookahead.plan(Rows(accepted - 1, drafts))
+
+    def settle(self) -> None:
+        """Takes the plan that is being made, once it is made. Before anything that it reads may change."""
+        planned = self.lookahead.wait()
+        if planned is None:
             return
-        started = time.perf_counter()
-        chosen = [entries[i] for i in at]
-        sets = np.fromiter((e.set for e in chosen), np.int64, len(chosen))
-        lay = self.pool.layout
-        queries = self.queries[:, at].float().mul_(self.scale).view(lay.num_layers, len(at), lay.kv_heads, self.group, lay.head_dim)
-        queries = queries.permute(1, 0, 2, 3, 4).reshape(len(at), lay.pieces, self.group, lay.head_dim)
-        held = self.cache.held(sets, int(self.sets.blocks[sets].max()))
-        plan = self.sets.plan(sets, queries, held, self.cap)
-        self._count(plan)
-        self._fetch(chosen, sets, plan)
-        self._schedule(chosen, sets, plan)
-        self.totals["plan_microseconds"] += int((time.perf_counter() - started) * 1e6)
+        step, swaps = planned
+        for i, (entry, mine) in enumerate(zip(step.entries, swaps)):
+            if not self.lookahead.stands(step, i):
+                self.totals["plans_stale"] += 1
+                continue
+            entry.swaps = mine
+            if entry.wait and len(mine.blocks):
+                entry.wait_until = time.monotonic() + self.wait_seconds
 
     # -- begin --------------------------------------------------------------------------------------------------
 
@@ -126,41 +133,21 @@ class Stepper:
             entry.room += need
         return True
 
-    # -- end ----------------------------------------------------------------------------------------------------
-
-    def _count(self, plan) -> None:
-        self.totals["misses"] += int(plan.misses.sum())
-        self.totals["wanted"] += int(plan.wanted.sum()) * self.pool.layout.pieces
-        self.totals["steps"] += 1
-
-    def _fetch(self, chosen: Sequence[Entry], sets: np.ndarray, plan) -> None:
-        request, pieces, blocks = (t.cpu().numpy() for t in (plan.fetch_request, plan.fetch_head, plan.fetch_block))
-        if not len(request):
-            return
-        self.sets.flying[torch.from_numpy(sets).to(self.sets.raw.device)[plan.fetch_request], plan.fetch_head, plan.fetch_block] = True
-        self.totals["fetched"] += len(request)
-        for i in np.unique(request):
-            mine = request == i
-            self.pull(chosen[i], pieces[mine], blocks[mine])
-
-    def _schedule(self, chosen: Sequence[Entry], sets: np.ndarray, plan) -> None:
-        """Each request keeps its swaps for its next forward, and what it waits for."""
-        request, pieces, slots, blocks = (t.cpu().numpy() for t in (plan.swap_request, plan.swap_head, plan.swap_slot, plan.swap_block))
-        bounds = np.searchsorted(request, np.arange(len(chosen) + 1))
-        for i, entry in enumerate(chosen):
-            part = slice(bounds[i], bounds[i + 1])
-            entry.swaps = Swaps(pieces[part], slots[part], blocks[part])
-            if entry.wait and len(entry.swaps.blocks):
-                entry.wait_until = time.monotonic() + self.wait_seconds
+    # -- boundary -----------------------------------------------------------------------------------------------
 
     def ready(self, entry: Entry) -> bool:
         """Whether a request that waits for its misses may go on: all of what flies has landed, or the bound has passed."""
-        if entry.failure or entry.wait_until == 0.0:
+        if not entry.wait or entry.failure:
+            return True
+        self.settle()
+        if entry.wait_until == 0.0:
             return True
         pieces, blocks = (torch.from_numpy(a).to(self.sets.raw.device) for a in (entry.swaps.pieces, entry.swaps.blocks))
         if bool(self.sets.flying[entry.set, pieces, blocks].any()):
             if time.monotonic() < entry.wait_until:
+                entry.stalled_at = entry.stalled_at or time.monotonic()
                 return False
             self.totals["waits_ended_by_bound"] += 1
-        entry.wait_until = 0.0
+        self.stalls.add(time.monotonic() - entry.stalled_at if entry.stalled_at else 0.0)
+        entry.wait_until = entry.stalled_at = 0.0
         return True

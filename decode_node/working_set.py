@@ -22,21 +22,36 @@ EMA_DECAY = 0.7
 """Smoothing of the mass that decides who leaves; who comes is decided by the last row alone (selection study, section 6c)."""
 
 
+FLOOR = 1
+"""Of the pulls of a step, so many of each (layer, KV head)'s best missing blocks come before any other head gets more."""
+
+STICKY = 0.0
+"""By how much more than a resident block another one must promise to take its place."""
+
+
 class WorkingSets:
     """Owner of the sets. S = layers * kv_heads pieces, N = blocks of the longest request.
 
     raw uint8 [sets, S, N, summary_bytes]; ema float32 [sets, S, N]; slot_of int16 [sets, S, N] and block_at int32
-    [sets, S, W] are inverse to each other, -1 where there is none; flying bool [sets, S, N]: is being pulled.
+    [sets, S, W] are inverse to each other, -1 where there is none; flying bool [sets, S, N]: is being pulled; ahead bool
+    [sets, S, N]: was pulled for a running request and no actual row has wanted it yet. ``generation`` int64 [sets] counts who
+    has had a set. ``dense`` bool [S]: (layer, KV head)s that the dense lane serves; their slots hold nothing of use.
     """
 
-    def __init__(self, layout: KVLayout, summary: Summary, *, sets: int, blocks: int, working: int, sink: int, recent: int, device: torch.device | str):
+    def __init__(self, layout: KVLayout, summary: Summary, *, sets: int, blocks: int, working: int, sink: int, recent: int, device: torch.device | str,
+                 dense: np.ndarray | None = None):
         pieces = layout.pieces
         self.layout, self.summary, self.sink, self.recent = layout, summary, sink, recent
+        self.dense = torch.zeros(pieces, dtype=torch.bool, device=device)
+        if dense is not None:
+            self.dense[torch.from_numpy(dense)] = True
         self.raw = torch.zeros((sets, pieces, blocks, layout.summary_bytes), dtype=torch.uint8, device=device)
         self.ema = torch.zeros((sets, pieces, blocks), device=device)
         self.slot_of = torch.full((sets, pieces, blocks), -1, dtype=torch.int16, device=device)
         self.block_at = torch.full((sets, pieces, working), -1, dtype=torch.int32, device=device)
         self.flying = torch.zeros((sets, pieces, blocks), dtype=torch.bool, device=device)
+        self.ahead = torch.zeros((sets, pieces, blocks), dtype=torch.bool, device=device)
+        self.generation = np.zeros(sets, np.int64)
         self.working = np.zeros(sets, np.int64)
         self.blocks = np.zeros(sets, np.int64)
         self._free = list(range(sets))[::-1]
@@ -44,7 +59,7 @@ class WorkingSets:
     @staticmethod
     def bytes(layout: KVLayout, sets: int, blocks: int, working: int) -> int:
         """What the tables take on the device."""
-        return sets * layout.pieces * (blocks * (layout.summary_bytes + 4 + 2 + 1) + working * 4)
+        return sets * layout.pieces * (blocks * (layout.summary_bytes + 4 + 2 + 1 + 1) + working * 4)
 
     @property
     def free(self) -> int:
@@ -62,7 +77,8 @@ class WorkingSets:
         self.ema[chosen] = 0
         self.slot_of[chosen] = -1
         self.block_at[chosen] = -1
-        self.flying[chosen] = False
+        self.flying[chosen] = self.ahead[chosen] = False
+        self.generation[chosen] += 1
         self.working[chosen] = self.blocks[chosen] = 0
         return chosen
 
@@ -115,20 +131,25 @@ class WorkingSets:
         """bool [b, n]: the blocks that never leave."""
         return planner.pinned_mask(self._of(self.blocks, sets), self.sink, self.recent, n)
 
-    def plan(self, sets: np.ndarray, queries: torch.Tensor, held: np.ndarray, cap: int) -> planner.Plan:
-        """One step's plan for ``sets`` int64 [b] from the scaled queries of their newest row, float [b, S, G, head_dim].
+    def score(self, sets: torch.Tensor, part: slice, queries: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:
+        """Expected mass float32 [b, R, P, n] of the first ``n`` blocks of ``sets`` int64 [b] with ``blocks`` int64 [b] in all, for
+        the (layer, KV head)s ``part``, P of them, from scaled queries [b, P, R, G, head_dim] of R rows."""
+        return block_mass(self.summary, queries, self.raw[sets, part, :n], blocks)
 
-        ``held`` bool [b, S, n]: what this node's host cache has, n = the longest of the sets in blocks; ``cap``: new pulls
-        per (layer, KV head), 0 = no limit.
+    def plan(self, sets: np.ndarray, mass: torch.Tensor, actual: torch.Tensor, held: np.ndarray, cap: torch.Tensor) -> planner.Plan:
+        """One step's plan for ``sets`` int64 [b]: ``mass`` float32 [b, S, n] of the rows that choose, ``actual`` [b, S, n] of the
+        newest row that was really generated, which alone says what was missed.
+
+        ``held`` bool [b, S, n]: what this node's host cache has, n = the longest of the sets in blocks; ``cap`` int64 [b]: new
+        pulls per (layer, KV head) on average, 0 = no limit.
         """
         n = held.shape[2]
         index = torch.from_numpy(sets).to(self.raw.device)
-        blocks = self._of(self.blocks, sets)
-        mass = block_mass(self.summary, queries, self.raw[index, :, :n], blocks)
         ema = self.ema[index, :, :n].mul_(EMA_DECAY).add_(mass, alpha=1 - EMA_DECAY)
         self.ema[index, :, :n] = ema
-        return planner.plan(mass, ema, self.slot_of[index, :, :n], self.pinned(sets, n), self._of(self.working, sets), blocks,
-                            torch.from_numpy(held).to(self.raw.device), self.flying[index, :, :n], cap)
+        return planner.plan(mass, ema, self.slot_of[index, :, :n], self.pinned(sets, n), self._of(self.working, sets), self._of(self.blocks, sets),
+                            torch.from_numpy(held).to(self.raw.device), self.flying[index, :, :n], cap, actual=None if actual is mass else actual,
+                            dense=self.dense, floor=FLOOR, sticky=STICKY)
 
     def _of(self, column: np.ndarray, sets) -> torch.Tensor:
         return torch.from_numpy(column[np.asarray(sets)]).to(self.raw.device)

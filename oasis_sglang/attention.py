@@ -20,6 +20,7 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, r
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from oasis_sglang import config
+from oasis_sglang.lane_attention import LaneAttention
 
 INNER = ("torch_native", "triton", "flashinfer", "fa3")
 """Back ends that may run inside: those that take their KV slots from ``req_to_token`` alone."""
@@ -78,6 +79,19 @@ class CompactRunner:
         return getattr(self._runner, name)
 
 
+def chain_mask(lengths: torch.Tensor, draft: int, *, whole: bool) -> torch.Tensor:
+    """bool, flat: which keys each of ``draft`` chained tokens of each request attends to. ``lengths`` int [b]: keys before them.
+
+    A request's part is [draft, length + draft] where back ends want the ``whole`` mask, [draft, draft] where they only want the
+    drafts. A mask made for other lengths than the back end reads with would be misread without notice, so it is always
+    made from the lengths that the back end gets.
+    """
+    chain = torch.ones(draft, draft, dtype=torch.bool).tril()
+    if not whole:
+        return chain.repeat(len(lengths), 1).flatten()
+    return torch.cat([torch.cat([torch.ones(draft, n, dtype=torch.bool), chain], 1).flatten() for n in lengths.tolist()])
+
+
 class CompactBackend(AttentionBackend):
     """Wraps the back end that ``factory`` builds. ``coordinator``: ``begin_step``, ``tap`` and ``end_step`` around each forward."""
 
@@ -90,6 +104,7 @@ class CompactBackend(AttentionBackend):
         self.kv_index_translator = runner.kv_index_translator
         self.last_layer = runner.token_to_kv_pool.layer_num - 1
         self.view = None
+        self.lane = LaneAttention(runner, coordinator.lane) if coordinator.lane is not None else None
 
     def init_forward_metadata(self, forward_batch):
         self.view = self._compact(forward_batch)
@@ -103,25 +118,41 @@ class CompactBackend(AttentionBackend):
         self.inner.init_forward_metadata_in_graph(self.view)
 
     def _compact(self, batch):
-        if not batch.forward_mode.is_decode_or_idle():
-            raise NotImplementedError(f"an Oasis decode node with mode=sparse runs decode steps only, not {batch.forward_mode}")
+        """The batch as the inner back end sees it. Lengths are compact, positions true."""
+        mode = batch.forward_mode
+        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
+            raise NotImplementedError(f"an Oasis decode node with mode=sparse runs decode steps only, not {mode}")
         view = copy.copy(batch)
-        if batch.forward_mode.is_decode() and batch.batch_size:
-            lengths = torch.from_numpy(self.coordinator.begin_step(batch.req_pool_indices.cpu().numpy(), batch.seq_lens_cpu.numpy()))
+        if batch.batch_size and not mode.is_idle():
+            draft = batch.spec_info.draft_token_num if mode.is_target_verify() else 0
+            rows = batch.req_pool_indices.cpu().numpy()
+            lengths = torch.from_numpy(self.coordinator.begin_step(rows, batch.seq_lens_cpu.numpy(), draft=draft, out_cache_loc=batch.out_cache_loc))
+            if self.lane is not None:
+                self.lane.begin(batch, self.coordinator.sets_of(rows))
             view.seq_lens_cpu = lengths.to(batch.seq_lens_cpu.dtype)
             view.seq_lens = lengths.to(batch.seq_lens)
             view.seq_lens_sum = int(lengths.sum())
+            if draft:
+                view.spec_info = copy.copy(batch.spec_info)
+                view.spec_info.custom_mask = chain_mask(view.seq_lens_cpu, draft, whole=batch.seq_lens.is_cuda).to(batch.seq_lens.device)
         return view
 
     def forward_decode(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
         out = self.inner.forward_decode(q, k, v, layer, self.view, save_kv_cache=save_kv_cache, **kwargs)
+        if self.lane is not None:
+            out = self.lane.forward(layer, q, k, v, out)
         self.coordinator.tap(layer.layer_id, q, k, v, out)
         if layer.layer_id == self.last_layer:
             self.coordinator.end_step()
         return out
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache=True, **kwargs):
-        raise NotImplementedError("an Oasis decode node with mode=sparse computes no prompts")
+        """Drafts are verified. What was accepted the speculative worker says, after sampling."""
+        out = self.inner.forward_extend(q, k, v, layer, self.view, save_kv_cache=save_kv_cache, **kwargs)
+        if self.lane is not None:
+            out = self.lane.forward(layer, q, k, v, out)
+        self.coordinator.tap(layer.layer_id, q, k, v, out)
+        return out
 
     def support_triton(self):
         return self.inner.support_triton()

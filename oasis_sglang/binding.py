@@ -9,6 +9,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 
 import msgspec
 
@@ -20,6 +21,9 @@ from transport.errors import ConfigError, OasisError, PeerLost
 from transport.layout import KVLayout
 
 log = logging.getLogger("oasis")
+
+LANE_SHARE = 4
+"""Tokens of the dense lane per token of the KV pool, by default: with a twentieth of the heads in it, a fifth of the pool's bytes."""
 
 
 def check_pool(pool, summary) -> None:
@@ -71,7 +75,7 @@ def _common(manager, queue, role: str):
     model = scheduler.model_config
     fingerprint = model_fingerprint(model.model_path, model.hf_config.to_dict(), str(model.dtype), str(model.quantization))
     node = options.node or socket.gethostname()
-    export = Exporter(role, manager.attn_tp_rank) if scheduler.metrics_reporter.enable_metrics else (lambda totals, gauges: None)
+    export = Exporter(role, manager.attn_tp_rank) if scheduler.metrics_reporter.enable_metrics else (lambda *figures: None)
     return scheduler, pool, options, summary, layout, fingerprint, node, export
 
 
@@ -122,7 +126,7 @@ def _patiently(attach, seconds: float):
 
 def make_coordinator(runner):
     """The coordinator of a decode server with working sets, before its attention back end is built. Raises ``ConfigError``."""
-    from sglang.srt.runtime_context import get_memory
+    from sglang.srt.runtime_context import get_memory, get_spec
 
     from decode_node.budget import make_budget
     from decode_node.coordinator import Coordinator
@@ -132,8 +136,39 @@ def make_coordinator(runner):
     pool, allocator = runner.token_to_kv_pool, runner.token_to_kv_pool_allocator
     if type(pool) is not CompactPool or type(allocator) is not CompactAllocator:
         raise ConfigError(f"Oasis option mode=sparse got {type(pool).__name__} and {type(allocator).__name__}, not its own KV pool and allocator")
-    return Coordinator(runner, make_budget(pool.page_size, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens,
-                                           options.on_miss == "wait"))
+    draft = (get_spec().speculative_num_draft_tokens or 0) if runner.spec_algorithm.is_some() else 0
+    budget = make_budget(pool.page_size, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens,
+                         options.on_miss == "wait", draft)
+    return Coordinator(runner, budget, _make_lane(runner, pool, budget, options) if options.profile else None)
+
+
+def _make_lane(runner, pool, budget, options: config.OasisConfig):
+    """The dense lane for the critical heads of the profile; None when this rank has none. Raises ``ConfigError``."""
+    from sglang.srt.runtime_context import get_parallel
+
+    from decode_node.budget import most_sets
+    from decode_node.lane import DenseLane
+    from oasis_sglang.fingerprint import profile_fingerprint
+    from oasis_sglang.selection.profile import Profile
+
+    model, page, parallel = runner.model_config, pool.page_size, get_parallel()
+    heads = model.get_total_num_kv_heads()
+    try:
+        profile = Profile.load(options.profile)
+        profile.require(profile_fingerprint(model.model_path), model.num_hidden_layers, heads)
+        pieces = profile.pieces(parallel.attn_tp_rank * heads // parallel.attn_tp_size, pool.head_num)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Oasis option profile={options.profile!r}: {error}") from error
+    if not len(pieces):
+        return None
+    rows, context = runner.req_to_token_pool.req_to_token.shape
+    shape = dict(head_dim=pool.head_dim, page=page, sets=most_sets(budget, rows, pool.size // page), context=context + 2 * budget.draft,
+                 tokens=options.lane_tokens or LANE_SHARE * pool.size)
+    _require_memory(DenseLane.bytes(len(pieces), itemsize=pool.store_dtype.itemsize, **shape), pool.device, "the dense lane needs", "lane_tokens")
+    lane = DenseLane(pieces, layers=pool.layer_num, kv_heads=pool.head_num, dtype=pool.store_dtype, device=pool.device, **shape)
+    log.info("%d of %d (layer, KV head)s are served from all blocks, out of a lane of %d tokens: %d bytes beside the KV pool", len(pieces),
+             pool.layer_num * pool.head_num, lane.capacity, lane.kv.nbytes + lane.table.nbytes)
+    return lane
 
 
 def bind_decode(manager, queue) -> None:
@@ -155,7 +190,7 @@ def bind_decode(manager, queue) -> None:
     staging = Staging(window, options.staging_windows)
     plane = MeteredPlane(make_plane(options.data_plane, incarnation(f"{node}:{manager.attn_tp_rank}"), staging.region))
     physical = allocator if coordinator is None else coordinator.physical
-    peaks = {"kv_pool_tokens_peak": 0}
+    peaks, started = {"kv_pool_tokens_peak": 0}, time.monotonic()
 
     def sample() -> None:
         peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], physical.size - physical.available_size())
@@ -170,11 +205,12 @@ def bind_decode(manager, queue) -> None:
         return event
 
     def exported(totals, gauges) -> None:
-        sets = {}
+        sets, stalls = {}, None
         if coordinator is not None and coordinator.stepper is not None:
+            stalls = coordinator.stepper.stalls.report()
             totals = {**totals, **coordinator.stepper.totals}
             sets = {"host_cache_bytes": coordinator.cache.used_bytes, "working_sets": coordinator.sets.size - coordinator.sets.free}
-        export(totals, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": physical.size - physical.available_size()})
+        export(totals, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": physical.size - physical.available_size()}, stalls)
 
     sink = PageSink(pool.k_buffer, pool.v_buffer, layout)
     puller = Puller(
@@ -185,7 +221,7 @@ def bind_decode(manager, queue) -> None:
     def report() -> dict:
         return {
             "config": msgspec.to_builtins(options), "layout": msgspec.to_builtins(layout), "fingerprint": fingerprint,
-            "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.reader.staged_peak,
+            "uptime_seconds": int(time.monotonic() - started), "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.reader.staged_peak,
             "kv_pool_tokens": physical.size - physical.available_size(), **peaks,
             "staging": {"free": staging.free, "leased": staging.leased, "quarantined": staging.quarantined},
             "flights": len(puller.reader.flights),
@@ -207,8 +243,10 @@ def bind_decode(manager, queue) -> None:
 def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written):
     """Completes the coordinator. Returns ``fetch(req, pull, pages, write_row)`` for receivers. Raises ``ConfigError``."""
     from decode_node.admission import PieceReads, SelectedBlocks
+    from decode_node.budget import most_sets
     from decode_node.destination import WholePages
     from decode_node.host_cache import HostCache
+    from decode_node.lookahead import Lookahead
     from decode_node.pieces import PoolPieces
     from decode_node.stepper import Stepper
     from decode_node.working_set import WorkingSets
@@ -219,17 +257,21 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     one = (blocks if options.admission == "full" else budget.working) * layout.payload_bytes
     if options.host_cache_bytes < one:
         raise ConfigError(f"Oasis option host_cache_bytes={options.host_cache_bytes} is smaller than one admission", limit=f"{one} bytes")
-    # A selecting request holds all pages of working set and tail; twice as many sets leave room for smaller budgets.
-    count = max(1, min(coordinator.req_to_token.shape[0], 2 * (coordinator.physical.size // page) // (budget.working + budget.tail)))
-    device = coordinator.pool.device
-    _require_memory(WorkingSets.bytes(layout, count, blocks, budget.working), device)
-    sets = WorkingSets(layout, summary, sets=count, blocks=blocks, working=budget.working, sink=budget.sink, recent=budget.recent, device=device)
+    count = most_sets(budget, coordinator.req_to_token.shape[0], coordinator.physical.size // page)
+    device, lane = coordinator.pool.device, coordinator.lane
+    _require_memory(WorkingSets.bytes(layout, count, blocks, budget.working), device, "the working sets' tables need",
+                    "--max-running-requests, --context-length or --max-total-tokens, or raise budget_tokens")
+    sets = WorkingSets(layout, summary, sets=count, blocks=blocks, working=budget.working, sink=budget.sink, recent=budget.recent, device=device,
+                       dense=None if lane is None else lane.place >= 0)
     cache = HostCache(count, layout.pieces, blocks, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)
     pieces = PoolPieces(coordinator.pool.kv, layout)
-    reads = PieceReads(layout, cache, sets)
-    stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, group=query_heads // layout.kv_heads, scale=layout.head_dim**-0.5,
-                      cap=options.fetch_blocks_per_step, wait_seconds=options.wait_seconds,
-                      pull=lambda entry, which, of: puller.demand(entry.pull, reads.job(entry, "on_demand", which, of)))
+    reads = PieceReads(layout, cache, sets, lane)
+    totals: Counter[str] = Counter()
+    lookahead = Lookahead(
+        sets=sets, cache=cache, group=query_heads // layout.kv_heads, scale=layout.head_dim**-0.5, cap=options.fetch_blocks_per_step,
+        warmup=options.warmup_steps, ahead=options.lookahead_rows, totals=totals,
+        pull=lambda entry, which, of: puller.demand(entry.pull, reads.job(entry, "on_demand", which, of)))
+    stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, lookahead=lookahead, wait_seconds=options.wait_seconds, totals=totals)
 
     def admit(entry) -> None:
         if entry.set is None:
@@ -241,22 +283,24 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     def fetch(req, pull, pages, write_row) -> None:
         coordinator.reserve(req, pull, write_row)
 
+    trace = Trace(options.trace_dir) if options.trace_dir else None
+    if trace is not None:
+        puller.reader.landed = lambda phase, posted, now, size: trace.write("read", phase=phase, posted=posted, landed=now, bytes=size)
     coordinator.bind(pieces=pieces, sets=sets, cache=cache, stepper=stepper, puller=puller, admit=admit,
-                     trace=Trace(options.trace_dir) if options.trace_dir else None)
+                     trace=trace)
     log.info("decode keeps %d blocks of %d tokens per layer and KV head, tails of %d pages, %d working sets, a host cache of %d pieces; "
              "no radix cache on this node", budget.working, page, budget.tail, count, cache.capacity)
     return fetch
 
 
-def _require_memory(needed: int, device: str) -> None:
-    """Raises ``ConfigError`` when the working sets' tables do not fit the device beside what is there."""
+def _require_memory(needed: int, device: str, what: str, lower: str) -> None:
+    """Raises ``ConfigError`` when ``what`` does not fit the device beside what is there, saying what to ``lower``."""
     import psutil
     import torch
 
     free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else psutil.virtual_memory().available
     if needed > free:
-        raise ConfigError(f"the working sets' tables need {needed} bytes, {free} are free: lower --max-running-requests, --context-length or "
-                          "--max-total-tokens, or raise budget_tokens")
+        raise ConfigError(f"{what} {needed} bytes, {free} are free: lower {lower}")
 
 
 def report(scheduler) -> dict:

@@ -35,9 +35,11 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     page of the prompt and the newest generated tokens. admission: selected = pull only the working set before decoding,
     full = pull every block into the host cache first. on_miss: what happens when a step needs blocks that are not on this
     node: defer = go on without them and have them for a later step, wait = the request (no other) waits for them at the
-    step boundary, at most wait_seconds. fetch_blocks_per_step: new blocks pulled per step, layer and KV head at most, 0 =
-    no limit. host_cache_bytes: host memory for pieces pulled and for sealed generated blocks. inner_backend: SGLang's
-    attention backend inside ours ("": the one that SGLang would choose).
+    step boundary, at most wait_seconds. fetch_blocks_per_step: new blocks pulled per step, on average over layers and KV
+    heads, 0 = no limit; in a request's first warmup_steps more, decaying. lookahead_rows: with speculative decoding, drafted
+    rows that choose blocks beside the newest real one. profile: file of `oasis calibrate`, its critical heads are served from
+    all blocks, out of a lane of lane_tokens (0: four times the KV pool's) beside the KV pool. host_cache_bytes: host memory
+    for pieces pulled and for sealed generated blocks. inner_backend: SGLang's attention backend inside ours ("": the one that SGLang would choose).
 
     Decode, the transfer: data_plane: nixl | zmq (the tier must serve it). staging_bytes, staging_windows: host memory that
     reads land in. await_seconds: how long to wait for prefill's commit. read_seconds: one window's deadline.
@@ -56,6 +58,10 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     recent_tokens: int = 64
     tail_tokens: int = 256
     fetch_blocks_per_step: int = 2
+    warmup_steps: int = 0
+    lookahead_rows: int = 1
+    profile: str = ""
+    lane_tokens: int = 0
     wait_seconds: float = 2.0
     host_cache_bytes: int = 2 << 30
     inner_backend: str = ""
@@ -83,8 +89,9 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                        "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes"):
             if not 0 < getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must be positive")
-        if self.fetch_blocks_per_step < 0:
-            raise ConfigError("Oasis option fetch_blocks_per_step must not be negative (0: no limit)")
+        for option in ("fetch_blocks_per_step", "warmup_steps", "lookahead_rows", "lane_tokens"):
+            if getattr(self, option) < 0:
+                raise ConfigError(f"Oasis option {option} must not be negative")
         if role == "prefill" and not self.tier:
             raise ConfigError("Oasis option tier is missing: the unix socket of this node's `oasis tier`")
         if role == "decode" and self.mode == "sparse" and self.summary == "none":

@@ -35,3 +35,18 @@ def model_fingerprint(model_path: str, hf_config: dict, *extra: str) -> str:
                 f.seek(at)
                 h.update(f.read(SAMPLE))
     return h.hexdigest()
+
+
+def profile_fingerprint(model_path: str) -> str:
+    """Of the model that a profile is for: weights and configuration as they are stored, whatever dtype they are served in.
+
+    Both sides read the file: a configuration in memory has what its library and its server added.
+    """
+    file = Path(model_path) / "config.json"
+    if file.is_file():
+        config = json.loads(file.read_text())
+    else:
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(model_path).to_dict()
+    return model_fingerprint(str(model_path), {k: v for k, v in config.items() if k not in ("dtype", "torch_dtype")})

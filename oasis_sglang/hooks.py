@@ -119,6 +119,8 @@ def internal_state(result, controller, recv_req):
         from oasis_sglang.binding import report
 
         result.internal_state["oasis"] = report(controller.scheduler)
+        if totals := getattr(controller.scheduler.draft_worker, "totals", None):
+            result.internal_state["oasis"]["speculation"] = dict(totals)
     return result
 
 

@@ -8,20 +8,46 @@ mode at import.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 WORKING_SETS = {
     "bytes_summaries": "Bytes of block summaries and piece checksums pulled by this rank.",
     "bytes_pieces": "Payload bytes of pieces pulled at admission by this rank.",
     "bytes_on_demand": "Payload bytes of pieces pulled for running requests by this rank.",
     "demands": "Pulls for running requests by this rank.",
+    "steps": "Steps of this rank that planned for at least one request.",
+    "request_steps": "Steps of this rank, counted once for each request that it planned for.",
     "misses": "Blocks that a step's newest row wanted and that were not resident, over layers and KV heads of this rank.",
     "wanted": "Blocks that a step's newest row wanted beside the pinned ones, over layers and KV heads of this rank.",
+    "missed_mass_ppm": "Attention mass on blocks that were not resident, mean over heads, summed over steps and requests of this rank, in millionths.",
+    "fetched": "Pieces that plans of this rank asked for.",
+    "fetched_used": "Pieces pulled for running requests that were wanted again while resident on this rank.",
+    "fetched_wasted": "Pieces pulled for running requests that left this rank unused.",
     "swaps_committed": "Pieces committed into slots by this rank.",
+    "swaps_late": "Planned swaps of this rank whose piece had not landed at the step boundary.",
+    "plans_stale": "Plans of this rank dropped because their request, working set or step was no longer the one they were made for.",
     "folds": "Generated blocks that entered a working set on this rank.",
     "waits": "Times a request of this rank stepped aside to wait for its misses.",
     "waits_ended_by_bound": "Waits of this rank that ended before everything had landed.",
+    "plan_microseconds": "Microseconds this rank spent on plans.",
+    "plan_wait_microseconds": "Microseconds that steps of this rank waited for the plan of the step before.",
+    "score_microseconds": "Microseconds this rank spent on scoring blocks.",
+    "verify_steps": "Verify forwards of this rank, counted once for each request in them.",
+    "drafts_proposed": "Drafted tokens that this rank verified.",
+    "drafts_accepted": "Drafted tokens that this rank accepted.",
+    "tokens_accepted": "Tokens that verify forwards of this rank produced, the target's own included.",
+    "lookahead_rows": "Rows of drafted tokens whose queries chose blocks for a next step on this rank.",
+    "fallback_rows": "Request-steps of this rank whose blocks were chosen without a lookahead row.",
 }
 """Counters of a decode rank with working sets; another rank's stay at nought."""
+
+STALLS = {
+    "stalls": "Waits of on_miss=wait that have ended on this rank, by the seconds that they lasted at most.",
+    "stall_seconds": "Seconds that requests of this rank stood aside in waits that have ended.",
+}
+"""The histogram of waits, as cumulative counters with the label ``le``: ``histogram_quantile`` takes them like a histogram's buckets.
+A ``Histogram`` of the client can only observe single values: counts that were made elsewhere would have to go through its private
+fields, and a collector of our own is not seen in SGLang's multi-process mode, where ``/metrics`` reads files."""
 
 COUNTERS = {
     "prefill": {
@@ -68,21 +94,38 @@ class Exporter:
 
     def __init__(self, role: str, rank: int):
         self.role, self.rank = role, str(rank)
-        self._sent: dict[str, int] = {}
+        self._sent: dict[tuple[str, ...], float] = {}
         self._metrics: dict | None = None
 
     def _create(self) -> dict:
         from prometheus_client import Counter, Gauge
 
         made = {n: Counter(f"oasis_{self.role}_{n}", text, ["rank"]) for n, text in COUNTERS[self.role].items()}
+        if self.role == "decode":
+            labels = {"stalls": ["rank", "le"], "stall_seconds": ["rank"]}
+            made |= {n: Counter(f"oasis_decode_{n}", text, labels[n]) for n, text in STALLS.items()}
         return made | {n: Gauge(f"oasis_{self.role}_{n}", text, ["rank"], multiprocess_mode="mostrecent") for n, text in GAUGES[self.role].items()}
 
-    def __call__(self, totals: Mapping[str, int], gauges: Mapping[str, float]) -> None:
+    def __call__(self, totals: Mapping[str, int], gauges: Mapping[str, float], stalls: Mapping | None = None) -> None:
+        """``stalls``: {"bounds_ms": [n], "counts": [n or n + 1] per bucket, "sum_ms", "count"}, totals as well."""
         if self._metrics is None:
             self._metrics = self._create()
         for name in COUNTERS[self.role]:
-            new = totals.get(name, 0) - self._sent.get(name, 0)
-            self._metrics[name].labels(self.rank).inc(new)
-            self._sent[name] = totals.get(name, 0)
+            self._grow(name, totals.get(name, 0))
+        if stalls:
+            for bound, count in cumulative(stalls):
+                self._grow("stalls", count, bound)
+            self._grow("stall_seconds", stalls["sum_ms"] / 1000)
         for name, value in gauges.items():
             self._metrics[name].labels(self.rank).set(value)
+
+    def _grow(self, name: str, total: float, *labels: str) -> None:
+        self._metrics[name].labels(self.rank, *labels).inc(total - self._sent.get((name, *labels), 0))
+        self._sent[name, *labels] = total
+
+
+def cumulative(stalls: Mapping) -> list[tuple[str, int]]:
+    """(``le`` in seconds, waits of at most that) of each bucket, the last one without a bound."""
+    bounds, counts = stalls["bounds_ms"], stalls["counts"]
+    below = list(accumulate(counts[: len(bounds)]))
+    return [*((f"{bound / 1000:g}", n) for bound, n in zip(bounds, below)), ("+Inf", stalls["count"])]

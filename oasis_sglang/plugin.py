@@ -23,10 +23,11 @@ def load() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from oasis_sglang import attention
+    from oasis_sglang import attention, speculation
     from oasis_sglang.hooks import HOOKS
 
     attention.install()
+    speculation.register()
     add_disagg_transfer_backend_choices([BACKEND])
     register_resolution_hook("handle_pd_disaggregation")(resolve_arguments)
     hooks = [(hook.seam.target, hook.function, hook.kind) for hook in HOOKS]
@@ -86,8 +87,9 @@ def _sparse_decode(view, options: config.OasisConfig) -> dict:
     from decode_node.budget import make_budget
 
     make_budget(view.page_size or 1, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens, options.on_miss == "wait")
-    refused = {"speculative_algorithm": view.speculative_algorithm, "enable_mixed_chunk": view.enable_mixed_chunk, "enable_pdmux": view.enable_pdmux,
-               "enable_two_batch_overlap": view.enable_two_batch_overlap}
+    algorithm = (view.speculative_algorithm or "").upper()
+    refused = {"speculative_algorithm": algorithm not in ("", "NONE", "OASIS_NGRAM") and algorithm, "enable_mixed_chunk": view.enable_mixed_chunk,
+               "enable_pdmux": view.enable_pdmux, "enable_two_batch_overlap": view.enable_two_batch_overlap}
     for option, value in refused.items():
         if value:
             raise ConfigError(f"Oasis option mode=sparse does not support {option}={value!r}; use mode=exact")

@@ -63,6 +63,21 @@ SURFACE: tuple[Seam, ...] = (
     Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.retract_req", ("self", "req")),
     Seam("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", ("self", "reqs_to_exclude", "keep_indices")),
     Seam("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
+    # Speculation: what our algorithm and worker override, borrow or call.
+    Seam("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map",
+         ("self", "device", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay")),
+    Seam("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.build_disagg_draft_input", ("self", "batch", "last_tokens_tensor", "future_map")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker.__init__", ("self", "server_args", "gpu_id", "nccl_port", "target_worker")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker.forward_batch_generation", ("self", "batch", "on_publish", "pp_proxy_tensors")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_for_speculative_decoding", ("self", "batch")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker._prepare_draft_tokens", ("self", "batch")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker._update_ngram_corpus", ("self", "batch")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker.on_verify_complete_cpu", ("self", "num_correct_drafts_per_req", "batch_size")),
+    Seam("sglang.srt.speculative.ngram_worker.NGRAMWorker.clear_cache_pool", ("self",)),
+    Seam("sglang.srt.speculative.base_spec_worker.BaseSpecWorker.note_request_finished", ("self", "rid", "natural_stop")),
+    Seam("sglang.srt.managers.overlap_utils.FutureMap.publish", ("self", "future_indices", "new_seq_lens", "confidence")),
+    Seam("sglang.srt.managers.overlap_utils.FutureMap.stash", ("self", "future_indices", "payload")),
+    Seam("sglang.srt.managers.overlap_utils.RelayPayload.from_ngram", ("draft_input",)),
 )
 
 # Constructors of which we read or give only some fields; the rest may change.

@@ -2,10 +2,12 @@
 
 Every request runs on the same prefill and decode servers; the dense one asks for ``mode: exact``. The next token is forced
 by a custom logit processor, which also writes down the logits that the server computed. The first token comes from prefill
-and is the same for all; the figures are over the decode steps.
+and is the same for all; the figures are over the decode steps. Times are the client's: TTFT with the prompt in
+prefill's cache, ITL with the processor's writing.
 
     python tools/bench_quality.py [--budgets 256,512,1024,2048] [--summary mean_var_int8] [--on-miss wait] [--cap 0]
                                   [--admission selected] [--cases needle,agent] [--layers 30] [--tokens 64] [--json FILE]
+                                  [--draft 4] [--profile FILE] [--warmup 8] [--set OPTION=VALUE ...]
     python tools/bench_quality.py --long 3000 --budgets 512     # 3,000 forced tokens from a prompt of 30
 """
 
@@ -14,31 +16,42 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 import uuid
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from quality_figures import Counted, divergence, grouped, kind, over_steps
 from quality_prompts import LONG_TEXTS, cases, digest, long_case
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from oasis_sglang import models
-from oasis_sglang.client import generate_on_pair
+from oasis_sglang.client import Generation, generate_on_pair
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.stack import Stack, StackSpec, import_environment
 
 
 class Teacher(CustomLogitProcessor):
-    """Writes the logits of each row to ``custom_params["folder"]`` and leaves one token possible."""
+    """Writes the logits of each row to ``custom_params["folder"]`` and leaves one token possible.
+
+    A verify forward has several rows of a request, of the steps from its newest token on. Those after a draft that is not the
+    forced token are of a text that never was, but they are of steps that a later forward takes again: what a step's file holds
+    in the end is from the row that was accepted.
+    """
 
     def __call__(self, logits, custom_param_list=None):
         import numpy
 
+        rows_of = {}
         for row, params in zip(logits, custom_param_list):
-            step = len(params["__req__"].output_ids)
+            request = params["__req__"]
+            ahead = rows_of[id(request)] = rows_of.get(id(request), -1) + 1
+            step = len(request.output_ids) + ahead
+            if step >= len(params["forced"]):
+                continue  # drafts go past the end
             numpy.save(f"{params['folder']}/{step:05d}.npy", row.float().cpu().numpy())
             kept = row[params["forced"][step]].clone()
             row.fill_(float("-inf"))
@@ -46,41 +59,63 @@ class Teacher(CustomLogitProcessor):
         return logits
 
 
-def log_probabilities(folder: Path, step: int) -> np.ndarray:
-    """float64 [vocabulary]: of one decode step."""
-    row = np.load(folder / f"{step:05d}.npy").astype(np.float64)
-    row -= row.max()
-    return row - np.log(np.exp(row).sum())
+class Asked(NamedTuple):
+    """``folder``: the logits of each step. ``report``: decode's account of the request, ``oasis`` its whole one afterwards."""
+
+    folder: Path
+    answer: Generation
+    report: dict
+    oasis: dict
+    counted: Counted
 
 
-def ask(stack: Stack, case, scratch: Path, own: dict) -> tuple[Path, dict]:
-    """The folder with the logits of each step, and decode's account of the request."""
+def state(stack: Stack) -> dict:
+    return stack.server_info("decode")["internal_states"][0]["oasis"]
+
+
+def ask(stack: Stack, case, scratch: Path, own: dict) -> Asked:
     rid = f"{case.name}-{uuid.uuid4().hex[:8]}"
     folder = scratch / rid
     folder.mkdir()
     steps = len(case.continuation)
     params = {"folder": str(folder), "forced": case.continuation, "oasis": own}
+    before = state(stack)
     answer = generate_on_pair(stack.urls["prefill"], stack.urls["decode"], stack.bootstrap_port, case.prompt, max_new_tokens=steps, rid=rid, timeout=1200,
                               sampling={"custom_params": params}, extra={"custom_logit_processor": Teacher.to_str()})
     if answer.output_ids != case.continuation:
         raise SystemExit(f"{case.name}: the server did not follow the forced tokens")
-    oasis = stack.server_info("decode")["internal_states"][0]["oasis"]
-    sets = oasis["working_sets"]
-    return folder, {**oasis["requests"][rid], "pool_peak": sets["physical_tokens_peak"], "folds": sets["steps"].get("folds", 0)}
+    after = state(stack)
+    return Asked(folder, answer, after["requests"][rid], after, Counted.between(before, after))
 
 
 def compare(dense: Path, sparse: Path, steps: int) -> dict:
     """Over the decode steps: KL(dense || sparse) in nats, and how often the most likely token is the same."""
-    kl, same = np.zeros(steps - 1), np.zeros(steps - 1, bool)
-    for step in range(1, steps):
-        a, b = log_probabilities(dense, step), log_probabilities(sparse, step)
-        kl[step - 1], same[step - 1] = (np.exp(a) * (a - b)).sum(), a.argmax() == b.argmax()
-    figures = {"kl": float(kl.mean()), "kl_first_8": float(kl[:8].mean()), "kl_p95": float(np.quantile(kl, 0.95)), "kl_worst_token": float(kl.max()),
-               "top1": float(same.mean())}
-    if steps > 1000:
-        figures |= {"kl_by_thousand": [float(part.mean()) for part in np.array_split(kl, steps // 1000)],
-                    "top1_by_thousand": [float(part.mean()) for part in np.array_split(same, steps // 1000)]}
-    return figures
+    kl, same = zip(*(divergence(*(np.load(folder / f"{step:05d}.npy") for folder in (dense, sparse))) for step in range(1, steps)))
+    return over_steps(np.array(kl), np.array(same))
+
+
+def row_of(case, budget: int, dense: Asked, sparse: Asked) -> dict:
+    report, sets = sparse.report, sparse.oasis["working_sets"]
+    full = report["full_transfer_bytes"]
+    return {"case": case.name, "workload": kind(case.name), "prompt_tokens": len(case.prompt), "budget": budget,
+            **compare(dense.folder, sparse.folder, len(case.continuation)),
+            "ttft_seconds": sparse.answer.ttft_seconds, "itl_seconds": sparse.answer.itl_seconds_mean,
+            "dense_ttft_seconds": dense.answer.ttft_seconds, "dense_itl_seconds": dense.answer.itl_seconds_mean,
+            "pool_tokens_peak_so_far": sets["physical_tokens_peak"], "folds_so_far": sets["steps"].get("folds", 0),
+            "admitted": report["admitted_bytes"] / full, "lifetime": report["lifetime_bytes"] / full,
+            "summaries": report["lifetime_bytes_by_phase"]["summaries"] / full, "bytes_by_phase": report["lifetime_bytes_by_phase"],
+            **sparse.counted.figures()}
+
+
+def option(text: str) -> tuple[str, object]:
+    """``OPTION=VALUE``; the value is JSON, or else a word."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OPTION=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def main() -> None:
@@ -90,7 +125,11 @@ def main() -> None:
     parser.add_argument("--on-miss", choices=("wait", "defer"), default="wait")
     parser.add_argument("--admission", choices=("selected", "full"), default="selected")
     parser.add_argument("--cap", type=int, default=0, help="fetch_blocks_per_step, 0 = no limit")
-    parser.add_argument("--cases", default="")
+    parser.add_argument("--draft", type=int, default=0, help="tokens verified per step, the newest and drafts of OASIS_NGRAM; 0 = no speculation")
+    parser.add_argument("--profile", type=Path, help="of oasis calibrate; its critical heads are served from all blocks")
+    parser.add_argument("--warmup", type=int, help="warmup_steps")
+    parser.add_argument("--set", type=option, action="append", default=[], metavar="OPTION=VALUE", help="any Oasis option, for both workers; wins")
+    parser.add_argument("--cases", default="", help="names, or kinds such as code")
     parser.add_argument("--layers", type=int, choices=(4, 30), default=30)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--long", type=int, default=0, help="instead: so many forced tokens from a prompt of 30")
@@ -100,44 +139,45 @@ def main() -> None:
     args = parser.parse_args()
     model = models.prepare() if args.layers == 30 else models.prepare(models.CUT_LAYERS)
     maker = PromptMaker(model)
-    chosen = [c._replace(continuation=c.continuation[: args.tokens]) for c in cases(maker) if not args.cases or c.name in args.cases.split(",")]
+    wanted = set(filter(None, args.cases.split(",")))
+    chosen = [c._replace(continuation=c.continuation[: args.tokens]) for c in cases(maker) if not wanted or {c.name, kind(c.name)} & wanted]
     if args.long:
         chosen = [long_case(maker, args.long, args.text)]
     budgets = [int(b) for b in args.budgets.split(",")]
     options = {"budget_tokens": max(budgets), "summary": args.summary, "fetch_blocks_per_step": args.cap, "admission": args.admission, "wait_seconds": 30.0}
-    flags = ("--enable-custom-logit-processor", "--context-length", "8192")
-    rows = []
+    if args.profile:
+        options["profile"] = str(args.profile.resolve())
+    if args.warmup is not None:
+        options["warmup_steps"] = args.warmup
+    options |= dict(args.set)
+    # The processor counts on tokens being in a request's output before the next forward.
+    flags = ("--enable-custom-logit-processor", "--context-length", "8192", "--disable-overlap-schedule")
+    drafts = ("--speculative-algorithm", "OASIS_NGRAM", "--speculative-num-draft-tokens", str(args.draft)) if args.draft else ()
+    measured: list[tuple[dict, Counted]] = []
     with tempfile.TemporaryDirectory(prefix="oasis-quality-") as folder:
         scratch = Path(folder)
         with (Processes(log=scratch / "zygote.log", env=import_environment()) as processes,
-              Stack(StackSpec("oasis", model, config=options, flags=flags, max_total_tokens=16_000, arena_bytes=3 << 30), processes,
+              Stack(StackSpec("oasis", model, config=options, flags=flags, decode_flags=drafts, max_total_tokens=16_000, arena_bytes=3 << 30), processes,
                     run_dir=args.logs or scratch / "run") as stack):
             for case in chosen:
+                # Prefill computes once, so that all that are timed find the prompt in its cache.
+                generate_on_pair(stack.urls["prefill"], stack.urls["decode"], stack.bootstrap_port, case.prompt, max_new_tokens=2)
                 asked = [ask(stack, case, scratch, {"budget_tokens": budget, "on_miss": args.on_miss}) for budget in budgets]
-                dense, _ = ask(stack, case, scratch, {"mode": "exact"})
-                for budget, (sparse, report) in zip(budgets, asked):
-                    full = report["full_transfer_bytes"]
-                    rows.append({"case": case.name, "prompt_tokens": len(case.prompt), "budget": budget, **compare(dense, sparse, len(case.continuation)),
-                                 "pool_tokens_peak_so_far": report["pool_peak"], "folds_so_far": report["folds"],
-                                 "admitted": report["admitted_bytes"] / full, "lifetime": report["lifetime_bytes"] / full,
-                                 "summaries": report["lifetime_bytes_by_phase"]["summaries"] / full})
-                    print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-                    shutil.rmtree(sparse)
-                shutil.rmtree(dense)
-            steps = stack.server_info("decode")["internal_states"][0]["oasis"]["working_sets"]["steps"]
-    result = {"settings": {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, "prompts": digest(chosen), "rows": rows, "steps": steps,
-              "by_budget": [summary(rows, budget) for budget in budgets]}
+                dense = ask(stack, case, scratch, {"mode": "exact"})
+                for budget, sparse in zip(budgets, asked):
+                    measured.append((row_of(case, budget, dense, sparse), sparse.counted))
+                    print(json.dumps(measured[-1][0]), file=sys.stderr, flush=True)
+                    shutil.rmtree(sparse.folder)
+                shutil.rmtree(dense.folder)
+            end = state(stack)
+    settings = {name: value for name, value in vars(args).items() if name not in ("json", "logs")}
+    result = {"settings": settings, "options": options, "prompts": digest(chosen), "rows": [row for row, _ in measured],
+              "steps": end["working_sets"]["steps"], "lane": end["working_sets"].get("lane"),
+              "by_budget": grouped(measured, "budget"), "by_workload": grouped(measured, "workload", "budget")}
     if args.json:
-        args.json.write_text(json.dumps(result, indent=1))
-    for line in result["by_budget"]:
+        args.json.write_text(json.dumps(result, indent=1, default=str))
+    for line in (*result["by_workload"], *result["by_budget"]):
         print(json.dumps(line))
-
-
-def summary(rows: list[dict], budget: int) -> dict:
-    mine = [r for r in rows if r["budget"] == budget]
-    worst = max(mine, key=lambda r: r["kl"])
-    return {"budget": budget, "n": len(mine), **{k: statistics.fmean(r[k] for r in mine) for k in ("kl", "kl_first_8", "top1", "admitted", "lifetime")},
-            "worst": worst["case"], "worst_kl": worst["kl"], "worst_top1": worst["top1"]}
 
 
 if __name__ == "__main__":

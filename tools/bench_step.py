@@ -1,7 +1,7 @@
 """Where the time of one sparse decode step goes, stage by stage, on one core: the product's own classes over random KV.
 
     python tools/bench_step.py [--requests 8] [--layers 30] [--kv-heads 3] [--group 3] [--head-dim 64] [--tokens 6000]
-                               [--budget 1024] [--summary mean_var_int8] [--churn 6] [--repeat 20] [--json FILE]
+                               [--budget 1024] [--summary mean_var_int8] [--churn 6] [--draft 4] [--repeat 20] [--json FILE]
 
 ``churn``: new blocks per (layer, KV head) and step, all of them in the host cache; 6.5 is what the selection study measured.
 "attention" is torch's scaled_dot_product_attention over as many tokens as the compact view has, and over all of them.
@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from decode_node.budget import make_budget
 from decode_node.entry import Entry, Swaps
 from decode_node.host_cache import HostCache
+from decode_node.lookahead import Lookahead
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.pull import Pull
@@ -48,7 +50,7 @@ def milliseconds(work, repeat: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("requests", 8), ("layers", 30), ("kv-heads", 3), ("group", 3), ("head-dim", 64), ("tokens", 6000), ("budget", 1024),
-                          ("churn", 6), ("repeat", 20)):
+                          ("churn", 6), ("draft", 0), ("repeat", 20)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--summary", choices=sorted(SUMMARIES), default="mean_var_int8")
     parser.add_argument("--json", type=Path)
@@ -65,7 +67,10 @@ def main() -> None:
     sets = WorkingSets(layout, summary, sets=b, blocks=blocks + 16, working=budget.working, sink=1, recent=4, device="cpu")
     cache = HostCache(b, layout.pieces, blocks + 16, layout.piece_bytes, b * blocks * layout.payload_bytes)
     pool = PoolPieces(kv, layout)
-    stepper = Stepper(table=table, sets=sets, cache=cache, pool=pool, group=args.group, scale=dim**-0.5, cap=2, wait_seconds=1, pull=lambda *_: None)
+    totals = Counter()
+    lookahead = Lookahead(sets=sets, cache=cache, group=args.group, scale=dim**-0.5, cap=2, warmup=0, ahead=1, pull=lambda *_: None, totals=totals)
+    stepper = Stepper(table=table, sets=sets, cache=cache, pool=pool, lookahead=lookahead, wait_seconds=1, totals=totals)
+    query_rows = args.draft or 1
     entries, data = [], np.zeros((blocks, layout.piece_bytes), np.uint8)
     for row in range(b):
         entry = Entry(row=row, rid=str(row), prompt=args.tokens, budget=budget, need=need, pull=Pull(row, "", 0.0), set=sets.acquire(),
@@ -78,11 +83,11 @@ def main() -> None:
             cache.insert(entry.set, np.full(blocks, piece), np.arange(blocks), data)
         entries.append(entry)
     rows, lengths = np.arange(b), np.full(b, args.tokens + 1)
-    queries = torch.randn(b, args.kv_heads * args.group * dim)
+    queries = torch.randn(b * query_rows, args.kv_heads * args.group * dim)
     index, counts = torch.arange(b), torch.full((b,), blocks)
-    scaled = torch.randn(b, layout.pieces, args.group, dim) * dim**-0.5
+    scaled = torch.randn(b, layout.pieces, query_rows, args.group, dim) * dim**-0.5
     held = cache.held(rows, blocks)
-    mass = block_mass(summary, scaled, sets.raw[index, :, :blocks], counts)
+    mass = block_mass(summary, scaled, sets.raw[index, :, :blocks], counts)[:, 0]
 
     def commit():
         for entry in entries:
@@ -93,9 +98,24 @@ def main() -> None:
             entry.swaps = Swaps(pieces, np.tile(np.arange(1, 1 + args.churn), layout.pieces), incoming.reshape(-1).numpy())
             assert taken.shape == incoming.shape
 
+    def begin():
+        stepper.begin(entries, rows, lengths, query_rows)
+
     def begin_with_commit():
         commit()
-        stepper.begin(entries, rows, lengths)
+        begin()
+
+    def whole_step():
+        """What the forward's thread does, and then waits for, when nothing else is to be done meanwhile."""
+        setattr_none(entries)
+        begin()
+        for layer in range(args.layers):
+            stepper.tap(layer, queries)
+        if args.draft:
+            stepper.verified(torch.ones(b, dtype=torch.int32), np.full(b, args.draft - 1))
+        else:
+            stepper.end()
+        stepper.settle()
 
     def attention(tokens: int):
         q = torch.randn(1, args.kv_heads * args.group, 1, dim)
@@ -108,15 +128,14 @@ def main() -> None:
 
     def plan():
         planner.plan(mass, sets.ema[index, :, :blocks], sets.slot_of[index, :, :blocks], sets.pinned(range(b), blocks), torch.full((b,), budget.working),
-                     counts, torch.from_numpy(held), sets.flying[index, :, :blocks], 2)
+                     counts, torch.from_numpy(held), sets.flying[index, :, :blocks], torch.full((b,), 2), floor=1)
 
     figures = {
-        "tap, all layers": milliseconds(lambda: [stepper.tap(layer, queries) for layer in range(args.layers)], args.repeat),
         "what the host cache holds": milliseconds(lambda: cache.held(rows, blocks), args.repeat),
         "scores": milliseconds(lambda: block_mass(summary, scaled, sets.raw[index, :, :blocks], counts), args.repeat),
         "plan": milliseconds(plan, args.repeat),
-        "end of step, all of it": milliseconds(lambda: stepper.end(entries), args.repeat),
-        "begin of step, nothing to commit": milliseconds(lambda: (setattr_none(entries), stepper.begin(entries, rows, lengths)), args.repeat),
+        "tap, scores, plan and settle, one after the other": milliseconds(whole_step, args.repeat),
+        "begin of step, nothing to commit": milliseconds(lambda: (setattr_none(entries), begin()), args.repeat),
         "begin of step with commits": milliseconds(begin_with_commit, args.repeat) - milliseconds(commit, args.repeat),
         "attention over the compact view": milliseconds(attention(args.budget + 128), args.repeat) * args.layers,
         "attention over everything": milliseconds(attention(args.tokens), args.repeat) * args.layers,

@@ -170,7 +170,7 @@ def followed(request: Request, summary: str, *, sink: int, recent: int) -> float
         for step, after in zip(request.steps, request.steps[1:]):
             if step.folded == after.folded:
                 queries = torch.from_numpy(step.q) * step.q.shape[-1] ** -0.5
-                mass = block_mass(kind, queries[None], raw[None], torch.tensor([step.folded]))[0, :, : step.folded]
+                mass = block_mass(kind, queries[None, :, None], raw[None], torch.tensor([step.folded]))[0, 0, :, : step.folded]
                 mass[:, [*range(sink), *range(step.folded - recent, step.folded)]] = torch.inf
                 chosen = mass.topk(step.working).indices.sort().values.numpy()
                 same.append((chosen == np.sort(after.blocks, 1)).all(1))

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import matrix
+import numpy as np
 import pytest
 from pd import Post, next_room, wait_for
 
@@ -82,8 +83,8 @@ def within(name: str, work):
 
 
 @contextmanager
-def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane):
-    """(prefill's URL, decode's URL, bootstrap port, decode's report) of a running pair on two hosts."""
+def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane, *options):
+    """(prefill's URL, decode's URL, bootstrap port, decode's report) of a running pair on two hosts. ``options``: decode's."""
     servers = []
     # The near host has other interfaces too, which the far one cannot reach.
     devices = {NEAR: namespace[1], FAR: namespace[2]}
@@ -108,7 +109,7 @@ def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane)
              "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env={**env, "UCX_NET_DEVICES": devices[NEAR]}, name="tier"))
         wait_for(lambda: probe(f"http://127.0.0.1:{tier_http}/readyz"), "the tier is ready")
         prefill = start(processes, "prefill", NEAR, "--oasis-tier", sock)
-        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane)
+        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane, *options)
         for server, url in zip(servers[1:], (prefill, decode)):
             wait_for(lambda s=server, u=url: s.poll() is not None or probe(u + "/health"), f"{server.name} serves", 180)
             assert server.poll() is None, server.tail()
@@ -126,6 +127,16 @@ def far_processes(namespace, tmp_path_factory):
         yield far
 
 
+def answer(prefill, decode, bootstrap, prompt, oasis, tokens=16):
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": {"oasis": oasis}}
+    request = {"input_ids": prompt, "sampling_params": sampling, "bootstrap_host": NEAR, "bootstrap_port": bootstrap,
+               "bootstrap_room": next_room(), "rid": f"wire-{time.monotonic_ns()}"}
+    Post(prefill, request)
+    reply = Post(decode, request).result()
+    assert reply.status == 200, reply.text
+    return reply.output_ids
+
+
 LONG = (8, 7, 6)
 
 
@@ -138,13 +149,7 @@ def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, names
     with two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane) as (prefill, decode, bootstrap, report):
 
         def ask(index, oasis):
-            sampling = {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True, "custom_params": {"oasis": oasis}}
-            request = {"input_ids": prompts[index], "sampling_params": sampling, "bootstrap_host": NEAR, "bootstrap_port": bootstrap,
-                       "bootstrap_room": next_room(), "rid": f"wire-{index}-{time.monotonic_ns()}"}
-            Post(prefill, request)
-            answer = Post(decode, request).result()
-            assert answer.status == 200, answer.text
-            return answer.output_ids
+            return answer(prefill, decode, bootstrap, prompts[index], oasis)
 
         def measured(oasis):
             """Answers to three long prompts; payload by the data plane's own meter, by the counters, and bytes on the wire."""
@@ -167,3 +172,33 @@ def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, names
     print(f"{data_plane}: {payload} bytes of payload, on the wire {ratios[0]:.4f} of it; selected {selected}, {ratios[1]:.4f}")
     assert 1.0 <= ratios[0] <= 1.03
     assert 1.0 <= ratios[1] <= 1.06, "with manifests, rankings and a descriptor per piece"
+
+
+RATE = "200mbit"
+
+
+@pytest.mark.skipif(shutil.which("tc") is None, reason="NOT RUN: a rate limit needs tc")
+def test_reads_are_in_flight_while_forwards_run(processes, far_processes, namespace, models, prompt_maker, text, tmp_path):
+    """Over a wire of 200 Mbit/s what a step asks for takes longer than the step: the steps go on meanwhile, and take it when it is there."""
+    prompts = matrix.prompts(prompt_maker, text)
+    processes.preload()
+    traces = tmp_path / "traces"
+    try:
+        subprocess.run(["tc", "qdisc", "add", "dev", namespace[1], "root", "tbf", "rate", RATE, "burst", "64kb", "latency", "400ms"], check=True, capture_output=True)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"NOT RUN: no rate limit here: {error.stderr.decode()}")
+    options = ("--oasis-budget-tokens", "512", "--oasis-fetch-blocks-per-step", "0", "--oasis-trace-dir", str(traces))
+    try:
+        with two_hosts(processes, far_processes, namespace, models, tmp_path, "nixl", *options) as (prefill, decode, bootstrap, report):
+            assert len(answer(prefill, decode, bootstrap, prompts[8], {}, tokens=40)) == 40
+            steps = report()["working_sets"]["steps"]
+    finally:
+        subprocess.run(["tc", "qdisc", "del", "dev", namespace[1], "root"], check=True)
+    forwards = [(float(f["began"]), float(f["ended"])) for f in map(np.load, sorted(traces.glob("*-forward.npz")))]
+    reads = [(float(f["posted"]), float(f["landed"]), int(f["bytes"])) for f in map(np.load, sorted(traces.glob("*-read.npz"))) if f["phase"] == "on_demand"]
+    assert len(forwards) == 39 and sum(size for *_, size in reads) > 2_000_000
+    inside = sum(posted < ended and landed > began for posted, landed, _ in reads for began, ended in forwards)
+    longest = max(sum(posted < began and landed > ended for began, ended in forwards) for posted, landed, _ in reads)
+    print(f"{len(reads)} reads on demand; {inside} times one was in flight during a forward; one outlived {longest} whole forwards; {steps}")
+    assert inside >= 3 and longest >= 1
+    assert steps["swaps_late"] > 0 and steps["swaps_committed"] > 0

@@ -18,8 +18,9 @@ from node_rig import ROW, SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World,
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from decode_node.boundary import hold_back, without_blocked
-from decode_node.budget import make_budget
+from decode_node.budget import make_budget, most_sets
 from decode_node.coordinator import Coordinator
+from decode_node.lane import DenseLane
 from decode_node.pages import PageSink
 from decode_node.pool import CompactAllocator, CompactPool, logical_ratio
 from decode_node.pull import PullLimits
@@ -88,11 +89,13 @@ class Node:
 
     def __init__(self, folder, *, seed: int = 0, layers: int = 2, kv_heads: int = 2, head_dim: int = 8, group: int = 2, page: int = 16,
                  dtype: str = "float32", pages: int = 60, rows: int = 6, context: int = 1024, budget: int = 6, sink: int = 1, recent: int = 2, tail: int = 2,
-                 wait: bool = False, cap: int = 0, cache: int = 4096, admission: str = "selected", wait_seconds: float = 10.0, records: int = 512,
+                 wait: bool = False, cap: int = 0, draft: int = 0, warmup: int = 0, ahead: int = 1, critical: tuple[int, ...] = (), lane_pages: int = 200, cache: int = 4096, admission: str = "selected", wait_seconds: float = 10.0, records: int = 512,
                  prefill_pages: int = 64, windows: int = 4, running: int = 8):
-        """Sizes in pages (``budget``, ``sink``, ``recent``, ``tail``, ``pages``) and pieces (``cache``); ``running`` requests at once."""
+        """Sizes in pages (``budget``, ``sink``, ``recent``, ``tail``, ``pages``) and pieces (``cache``); ``running`` requests at
+        once. ``draft`` > 0: each step verifies so many tokens, of which ``accept(reqs)`` int64 [b] are kept. ``critical``: pieces
+        in the dense lane."""
         self.rng, self.generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-        self.page, self.dtype, self.running = page, getattr(torch, dtype), running
+        self.page, self.dtype, self.running, self.draft = page, getattr(torch, dtype), running, draft
         self.layout = lay = KVLayout(num_layers=layers, kv_heads=kv_heads, head_dim=head_dim, block_tokens=page, dtype=dtype, itemsize=self.dtype.itemsize,
                                      tp_size=1, summary=SUMMARY.name, summary_bytes=SUMMARY.bytes(head_dim), metadata_lens=ROW)
         self.world = SparseWorld(folder, lay, records=records, prefill_pages=prefill_pages, windows=windows,
@@ -102,9 +105,13 @@ class Node:
                                           host_to_device_ratio=logical_ratio(rows + 1, context, pages * page))
         self.rows = ReqToTokenPool(rows, context, "cpu", False)
         runner = SimpleNamespace(token_to_kv_pool=self.pool, token_to_kv_pool_allocator=self.allocator, req_to_token_pool=self.rows)
-        self.coordinator = Coordinator(runner, make_budget(page, budget * page, sink * page, recent * page, tail * page, wait))
+        sizes = make_budget(page, budget * page, sink * page, recent * page, tail * page, wait, draft)
+        self.lane = DenseLane(np.array(critical), layers=layers, kv_heads=kv_heads, head_dim=head_dim, page=page, sets=most_sets(sizes, rows + 1, pages),
+                              context=context + 2 * draft, tokens=lane_pages * page, dtype=self.dtype, device="cpu") if critical else None
+        self.coordinator = Coordinator(runner, sizes, self.lane)
         self.puller, self.faults = self.world.decode.puller, self.world.tier.faults
-        options = OasisConfig(admission=admission, fetch_blocks_per_step=cap, wait_seconds=wait_seconds, host_cache_bytes=cache * lay.piece_bytes)
+        options = OasisConfig(admission=admission, fetch_blocks_per_step=cap, warmup_steps=warmup, lookahead_rows=ahead, wait_seconds=wait_seconds,
+                              host_cache_bytes=cache * lay.piece_bytes)
         self._fetch = _bind_working_sets(self.coordinator, kv_heads * group, options, SUMMARY, lay, PageSink(self.pool.k_buffer, self.pool.v_buffer, lay),
                                          self.puller, lambda: None)
         self.sets, self.cache, self.table, self.stepper = (getattr(self.coordinator, n) for n in ("sets", "cache", "table", "stepper"))
@@ -113,7 +120,7 @@ class Node:
         self.batch = Batch()
         self.prealloc, self.transfer, self.retracted, self.ended = ([] for _ in range(4))
         self.handed: Counter[int] = Counter()
-        self.queries, self.contents = self._random_queries, self._random_contents
+        self.queries, self.contents, self.accept = self._random_queries, self._random_contents, self._random_accept
 
     @property
     def waiting_queue(self) -> list[Req]:
@@ -126,12 +133,15 @@ class Node:
         return torch.randn(shape, generator=self.generator).to(self.dtype)
 
     def _random_queries(self, reqs: list[Req]) -> torch.Tensor:
-        """[layers, b, q_heads * head_dim] of one step."""
-        return self.random(self.layout.num_layers, len(reqs), self.query_heads * self.layout.head_dim) * 4
+        """[layers, b * rows, q_heads * head_dim] of one step."""
+        return self.random(self.layout.num_layers, len(reqs) * (self.draft or 1), self.query_heads * self.layout.head_dim) * 4
 
     def _random_contents(self, reqs: list[Req]) -> torch.Tensor:
-        """K and V [layers, 2, b, kv_heads, head_dim] of the newest tokens."""
-        return self.random(self.layout.num_layers, 2, len(reqs), self.layout.kv_heads, self.layout.head_dim)
+        """K and V [layers, 2, b * rows, kv_heads, head_dim] of the newest tokens."""
+        return self.random(self.layout.num_layers, 2, len(reqs) * (self.draft or 1), self.layout.kv_heads, self.layout.head_dim)
+
+    def _random_accept(self, reqs: list[Req]) -> np.ndarray:
+        return self.rng.integers(1, self.draft + 1, len(reqs))
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -140,7 +150,7 @@ class Node:
         ``keys`` [pieces, prompt, head_dim]."""
         self.room += 1
         lay, pool, room = self.layout, self.world.prefill.pool, self.room
-        truth = torch.zeros((lay.pieces, 2, prompt + new, lay.head_dim), dtype=self.dtype)
+        truth = torch.zeros((lay.pieces, 2, prompt + new + 2 * self.draft, lay.head_dim), dtype=self.dtype)
         truth[:, :, :prompt] = self.random(lay.pieces, 2, prompt, lay.head_dim)
         if keys is not None:
             truth[:, 0, :prompt] = keys
@@ -288,29 +298,59 @@ class Node:
 
     def step(self) -> None:
         """One forward of the batch; afterwards every request is compared with the model."""
-        reqs, lay = self.batch.reqs, self.layout
+        reqs, lay, n = self.batch.reqs, self.layout, self.draft or 1
         rows = torch.tensor([r.kv.req_pool_idx for r in reqs])
         before = torch.tensor([r.length for r in reqs])
-        ids = self.allocator.alloc_decode(before + 1, before + 1, self.rows.req_to_token[rows, before - 1].long())
-        self.rows.write((rows, before), ids.int())
-        for req in reqs:
-            req.kv.kv_allocated_len += 1
-            req.length += 1
-        lengths = before + 1
-        self.coordinator.map_last_loc_to_buffer(lengths, ids, rows, lengths, rows)
-        compact = self.coordinator.begin_step(rows.numpy(), lengths.numpy())
+        ids, compact = self._prepare_verify(rows, before) if self.draft else self._prepare_decode(rows, before)
         kv, queries = self.contents(reqs), self.queries(reqs)
+        if self.lane is not None:
+            self._fill_lane(rows, before, kv)
         for layer in range(lay.num_layers):
             self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer), ids, kv[layer, 0], kv[layer, 1])
             self.coordinator.tap(layer, queries[layer], None, None, None)
         for i, req in enumerate(reqs):
-            req.truth[:, :, req.length - 1] = kv[:, :, i].transpose(1, 2).reshape(lay.pieces, 2, lay.head_dim)
-            self.check(req, int(compact[i]))
-        self.coordinator.end_step()
+            new = kv[:, :, i * n : (i + 1) * n].permute(0, 3, 1, 2, 4).reshape(lay.pieces, 2, n, lay.head_dim)
+            req.truth[:, :, int(before[i]) : int(before[i]) + n] = new
+            req.length = int(before[i]) + n
+            self.check(req, int(compact[i]) + (n if self.draft else 0))
+        accepted = self.accept(reqs) if self.draft else np.ones(len(reqs), np.int64)
+        if self.draft:
+            self.coordinator.verified(torch.from_numpy(accepted), np.full(len(reqs), n - 1))
+        else:
+            self.coordinator.end_step()
         self.check_pages()
-        for req in reqs:
-            req.output_ids.append(0)
+        for req, kept, start in zip(reqs, accepted.tolist(), before.tolist()):
+            req.length = start + kept
+            req.output_ids += [0] * kept
         self._end_complete()
+        self.stepper.settle()
+
+    def _fill_lane(self, rows: torch.Tensor, before: torch.Tensor, kv: torch.Tensor) -> None:
+        """What the attention over the lane keeps of a forward."""
+        sets, n, lay = self.coordinator.sets_of(rows.numpy()), self.draft or 1, self.layout
+        slots = self.lane.slots(sets[:, None], before.numpy()[:, None] + np.arange(n)).reshape(-1)
+        self.lane.upload()
+        self.lane.kv[:, slots] = kv.permute(1, 2, 0, 3, 4).reshape(2, len(slots), lay.pieces, lay.head_dim)[:, :, self.lane.pieces]
+
+    def _prepare_decode(self, rows: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        ids = self.allocator.alloc_decode(before + 1, before + 1, self.rows.req_to_token[rows, before - 1].long())
+        self.rows.write((rows, before), ids.int())
+        for req in self.batch.reqs:
+            req.kv.kv_allocated_len += 1
+        self.coordinator.map_last_loc_to_buffer(before + 1, ids, rows, before + 1, rows)
+        return ids, self.coordinator.begin_step(rows.numpy(), (before + 1).numpy())
+
+    def _prepare_verify(self, rows: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, np.ndarray]:
+        """Logical ids for two verifications ahead, in whole pages, as SGLang does it."""
+        for req, row in zip(self.batch.reqs, rows.tolist()):
+            have, want = req.kv.kv_allocated_len, -(-(req.length + 2 * self.draft) // self.page) * self.page
+            if want > have:
+                one, two = torch.tensor([have]), torch.tensor([want])
+                last = self.rows.req_to_token[row, have - 1 : have].long()
+                self.rows.write((row, slice(have, want)), self.allocator.alloc_logical_only(one, one, two, two, last, want - have))
+                req.kv.kv_allocated_len = want
+        ids = self.rows.req_to_token[rows[:, None], before[:, None] + torch.arange(self.draft)].reshape(-1).long()
+        return ids, self.coordinator.begin_step(rows.numpy(), before.numpy(), draft=self.draft, out_cache_loc=ids)
 
     def land(self) -> None:
         """Reads are no longer held."""
@@ -345,6 +385,9 @@ class Node:
         tokens = (blocks[:, :, None] * page + torch.arange(page)).view(lay.pieces, 1, -1, 1).expand(-1, 2, -1, lay.head_dim)
         assert torch.equal(read[:, :, : working * page], req.truth.gather(2, tokens)), f"{req.rid}: other blocks than the tables say"
         assert torch.equal(read[:, :, working * page :], req.truth[:, :, folded * page : n]), f"{req.rid}: tail"
+        if self.lane is not None:
+            inside = self.lane.kv[:, self.lane.table[entry.set + 1, :n].long()].permute(2, 0, 1, 3)
+            assert torch.equal(inside, req.truth[self.lane.pieces, :, :n]), f"{req.rid}: lane"
         self.check_cache(req, entry.set, folded, whole=req.length // page if entry.failure else len(req.origin_input_ids) // page)
 
     def check_tables(self, chosen: int, blocks: torch.Tensor, folded: int) -> None:

@@ -373,7 +373,7 @@ def test_figures_follow_what_is_held(nodes):
     stats, report = c.get_token_stats(), c.report()
     assert (stats.device_tokens, stats.device_token_usage) == (8 * 16, 8 / 40)
     assert stats.host_tokens == 6 * 16 and stats.host_token_usage == 24 / node.cache.capacity
-    assert report["held"] == {"pages": 8, "mapped": 0, "sets": 1, "waiting": 0, "parked_pages": 0, "cache_used": 24, "cache_pinned": 0}
+    assert report["held"] == {"pages": 8, "mapped": 0, "sets": 1, "waiting": 0, "parked_pages": 0, "lane_tokens": 0, "cache_used": 24, "cache_pinned": 0}
     assert json.loads(json.dumps(report)) == report and report["live"] == 1 and report["logical_tokens"] == 304
     node.run(req)
     assert (report := c.report())["physical_tokens_peak"] == 8 * 16 and report["batch_peak"] == 1 and report["host_cache"]["peak_bytes"] > 0

@@ -10,7 +10,7 @@ from node_rig import LocalTier, until
 from tier_bench import LIMITS, Bench, digest
 
 from decode_node.pull import PullLimits
-from oasis_sglang.metrics import COUNTERS, GAUGES, WORKING_SETS, Exporter
+from oasis_sglang.metrics import COUNTERS, GAUGES, STALLS, WORKING_SETS, Exporter
 from transport import messages as m
 from transport.errors import OasisError
 from transport.metrics import TierCollector
@@ -105,12 +105,18 @@ def test_every_counter_of_the_workers_moves(worlds):
     assert totals["rooms_committed"] == 3 and totals["rooms_failed"] == 2 and totals["pages_published"] == 5 and totals["pages_reused"] == 4
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_the_exporter_pushes_growth_not_totals(monkeypatch, role):
-    registry = prometheus_client.CollectorRegistry()
+@pytest.fixture
+def registry(monkeypatch):
+    """What an exporter creates goes here."""
+    own = prometheus_client.CollectorRegistry()
     for name in ("Counter", "Gauge"):
         real = getattr(prometheus_client, name)
-        monkeypatch.setattr(prometheus_client, name, lambda *args, real=real, **more: real(*args, registry=registry, **more))
+        monkeypatch.setattr(prometheus_client, name, lambda *args, real=real, **more: real(*args, registry=own, **more))
+    return own
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_the_exporter_pushes_growth_not_totals(registry, role):
     first, second = (Exporter(role, rank) for rank in (0, 1))
     first({name: n for n, name in enumerate(COUNTERS[role], 1)}, dict.fromkeys(GAUGES[role], 5))
     first({name: n * 10 for n, name in enumerate(COUNTERS[role], 1)}, dict.fromkeys(GAUGES[role], 3))
@@ -123,8 +129,27 @@ def test_the_exporter_pushes_growth_not_totals(monkeypatch, role):
         assert registry.get_sample_value(f"oasis_{role}_{name}", {"rank": "0"}) == 3
 
 
+@pytest.mark.parametrize("overflow", [[2], []])
+def test_stalls_are_cumulative_buckets_and_grow(registry, overflow):
+    """With or without a bucket for what is above the last bound: the count covers it."""
+    def bucket(le):
+        return registry.get_sample_value("oasis_decode_stalls_total", {"rank": "0", "le": le})
+
+    exporter = Exporter("decode", 0)
+    exporter({}, {}, {"bounds_ms": [1, 2.5, 1000], "counts": [0, 0, 0, *[0 for _ in overflow]], "sum_ms": 0, "count": 0})
+    assert [bucket(le) for le in ("0.001", "0.0025", "1", "+Inf")] == [0, 0, 0, 0]
+    stalls = {"bounds_ms": [1, 2.5, 1000], "counts": [3, 0, 4, *overflow], "sum_ms": 4500.0, "count": 9}
+    for _ in range(2):
+        exporter({}, {}, stalls)
+    assert [bucket(le) for le in ("0.001", "0.0025", "1", "+Inf")] == [3, 3, 7, 9]
+    exporter({}, {}, {**stalls, "counts": [3, 5, 4, *overflow], "sum_ms": 4510.0, "count": 14})
+    exporter({}, {})
+    assert [bucket(le) for le in ("0.001", "0.0025", "1", "+Inf")] == [3, 8, 12, 14]
+    assert registry.get_sample_value("oasis_decode_stall_seconds_total", {"rank": "0"}) == pytest.approx(4.51)
+
+
 def test_names_and_help_follow_the_rules():
-    for texts in (*COUNTERS.values(), *GAUGES.values()):
+    for texts in (*COUNTERS.values(), STALLS, *GAUGES.values()):
         for name, text in texts.items():
             assert not name.endswith("_total") and text.endswith(".") and "rank" in text, name
 

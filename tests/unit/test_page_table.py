@@ -54,9 +54,9 @@ def test_every_step_reads_and_writes_what_the_model_says(prompt, new, budget, ta
     model = Model(pages.tolist(), prompt, working, need.working, need.tail)
     rows = np.array([1])
     for length in range(prompt + 1, prompt + new + 1):
-        slot, folds = table.append(rows, np.array([length]))
+        slot, folds = table.append(rows, np.array([length - 1]))
         expected, expected_folds = model.append(length)
-        assert slot.tolist() == [expected]
+        assert slot.tolist() == [[expected]]
         assert folds == [Fold(1, *f) for f in expected_folds]
         table.upload()
         compact = int(table.lengths(rows, np.array([length]))[0])
@@ -68,30 +68,30 @@ def test_rows_of_different_lengths_grow_in_one_call():
     table = PageTable(4, 8, T, "cpu")
     table.bind(1, np.array([5, 6, 7]), tokens=20, working=1, most_working=2, most_tail=2)
     table.bind(3, np.array([2, 3]), tokens=16, working=1, most_working=1, most_tail=4)
-    slots, folds = table.append(np.array([3, 1]), np.array([17, 21]))
-    assert slots.tolist() == [3 * T, 6 * T + 4] and folds == []
+    slots, folds = table.append(np.array([3, 1]), np.array([16, 20]))
+    assert slots.tolist() == [[3 * T], [6 * T + 4]] and folds == []
     assert table.lengths(np.array([3, 1]), np.array([17, 21])).tolist() == [17, 21]
 
 
 def test_a_row_without_pages_writes_to_the_padding_page_and_reads_one_token():
     table = PageTable(2, 8, T, "cpu")
-    slots, folds = table.append(np.array([1]), np.array([37]))
-    assert slots.tolist() == [4] and folds == [] and table.lengths(np.array([1]), np.array([37])).tolist() == [1]
+    slots, folds = table.append(np.array([1]), np.array([36]))
+    assert slots.tolist() == [[4]] and folds == [] and table.lengths(np.array([1]), np.array([37])).tolist() == [1]
 
 
 def test_a_restored_row_goes_on_where_it_was():
     table = PageTable(3, 20, T, "cpu")
     table.bind(1, np.arange(1, 10), tokens=100, working=6, most_working=7, most_tail=2)
     for length in range(101, 150):
-        table.append(np.array([1]), np.array([length]))
+        table.append(np.array([1]), np.array([length - 1]))
     before, counts = table.pages[1, :9].copy(), table.counts(1)
     table.clear(1)
     table.clear(1)
     assert table.lengths(np.array([1]), np.array([150])).tolist() == [1]
     table.restore(2, before + 30, counts)
     table.restore(1, before, counts)
-    a, folds_a = table.append(np.array([1]), np.array([150]))
-    b, folds_b = table.append(np.array([2]), np.array([150]))
-    assert b[0] - a[0] == 30 * T and [f[1:2] + f[3:] for f in folds_a] == [f[1:2] + f[3:] for f in folds_b]
+    a, folds_a = table.append(np.array([1]), np.array([149]))
+    b, folds_b = table.append(np.array([2]), np.array([149]))
+    assert b[0, 0] - a[0, 0] == 30 * T and [f[1:2] + f[3:] for f in folds_a] == [f[1:2] + f[3:] for f in folds_b]
     table.upload()
     assert (table.table[2, : 9 * T] - table.table[1, : 9 * T]).unique().tolist() == [30 * T]

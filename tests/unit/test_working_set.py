@@ -140,9 +140,14 @@ def test_summaries_lie_by_piece_and_block():
 
 def planned(sets: WorkingSets, order: list[int], blocks: dict[int, int], seed: int = 5) -> tuple:
     n = max(blocks.values())
-    queries = torch.randn((len(order), S, 2, 8), generator=torch.Generator().manual_seed(seed))
-    held = np.zeros((len(order), S, n), bool)
-    return queries, sets.plan(np.array(order), queries, held, 0)
+    queries = torch.randn((len(order), S, 1, 2, 8), generator=torch.Generator().manual_seed(seed))
+    mass = scored(sets, order, queries, n)
+    return queries, sets.plan(np.array(order), mass, mass, np.zeros((len(order), S, n), bool), torch.zeros(len(order), dtype=torch.int64))
+
+
+def scored(sets: WorkingSets, order: list[int], queries: torch.Tensor, n: int) -> torch.Tensor:
+    """float32 [b, S, n] by one row each."""
+    return sets.score(torch.tensor(order), slice(0, S), queries, torch.from_numpy(sets.blocks[order]), n)[:, 0]
 
 
 def filled() -> tuple[WorkingSets, dict[int, int]]:
@@ -163,7 +168,7 @@ def test_a_plan_smooths_the_mass_of_its_own_sets_only():
     queries, _ = planned(sets, order, {i: blocks[i] for i in order})
     for row, chosen in enumerate(order):
         count = blocks[chosen]
-        mass = block_mass(SUMMARY, queries[row : row + 1], sets.raw[chosen : chosen + 1, :, :count], torch.tensor([count]))[0]
+        mass = block_mass(SUMMARY, queries[row : row + 1], sets.raw[chosen : chosen + 1, :, :count], torch.tensor([count]))[0, 0]
         assert torch.allclose(sets.ema[chosen, :, :count], before[chosen, :, :count] * EMA_DECAY + mass * (1 - EMA_DECAY), atol=1e-6)
         assert torch.allclose(sets.ema[chosen, :, count:20], before[chosen, :, count:20] * EMA_DECAY) and torch.allclose(mass.sum(-1), torch.tensor(2.0))
     assert torch.equal(sets.ema[0], before[0]) and torch.equal(sets.ema[:, :, 20:], before[:, :, 20:])
@@ -173,7 +178,7 @@ def test_a_plan_wants_the_blocks_of_most_mass_and_gives_up_the_least_liked():
     """Each piece on its own: the wanted blocks by mass now, the leaving ones by the average."""
     sets, blocks = filled()
     queries, plan = planned(sets, [0], {0: 14})
-    mass = block_mass(SUMMARY, queries, sets.raw[:1, :, :14], torch.tensor([14]))[0]
+    mass = block_mass(SUMMARY, queries, sets.raw[:1, :, :14], torch.tensor([14]))[0, 0]
     for piece in range(S):
         row = sets.block_at[0, piece].tolist()
         pinned = [0, 12, 13]
@@ -191,10 +196,11 @@ def test_plans_of_several_sets_do_not_depend_on_their_order():
     def outcome(order):
         sets, blocks = filled()
         n = max(blocks[i] for i in order)
-        every = torch.randn((3, S, 2, 8), generator=torch.Generator().manual_seed(5))
+        every = torch.randn((3, S, 1, 2, 8), generator=torch.Generator().manual_seed(5))
         held = np.random.default_rng(1).random((3, S, 24)) < 0.3
         sets.flying[:] = torch.from_numpy(np.random.default_rng(2).random((3, S, N)) < 0.3)
-        plan = sets.plan(np.array(order), every[order], held[order][:, :, :n], 1)
+        mass = scored(sets, order, every[order], n)
+        plan = sets.plan(np.array(order), mass, mass, held[order][:, :, :n], torch.ones(len(order), dtype=torch.int64))
         swaps = zip(*(t.tolist() for t in plan[:4]))
         fetches = zip(*(t.tolist() for t in plan[4:7]))
         return ({(order[r], *rest) for r, *rest in swaps}, {(order[r], *rest) for r, *rest in fetches}, sets, held)

@@ -1,0 +1,134 @@
+"""The speculative worker: SGLang's n-gram worker with drafts from a ``DraftSource``, always in chains.
+
+It tells a decode node's coordinator twice what it needs for looking ahead: ``batch.spec_info.draft_counts`` before the verify
+forward (which rows are guesses), ``coordinator.verified`` after it (which came true).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import numpy as np
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.runtime_context import get_device, get_schedule, get_spec
+from sglang.srt.speculative.ngram_info import NgramVerifyInput
+from sglang.srt.speculative.ngram_worker import NGRAMWorker
+
+from oasis_sglang.speculation.draft import Drafts, DraftSource, PromptLookup, Request
+
+
+class ChainVerifyInput(NgramVerifyInput):
+    """A verify batch whose drafts form chains: causal attention is all the mask it needs.
+
+    ``draft_counts``: int64 [b], how many of a request's ``draft_token_num - 1`` rows after the first are guesses.
+    """
+
+    tree_topk = 1
+
+    def __init__(self, tree: NgramVerifyInput, draft_counts: np.ndarray):
+        super().__init__(
+            draft_token=tree.draft_token, custom_mask=tree.custom_mask, positions=tree.positions, retrieve_index=tree.retrieve_index,
+            retrieve_next_token=tree.retrieve_next_token, retrieve_next_sibling=tree.retrieve_next_sibling,
+            draft_token_num=tree.draft_token_num)
+        self.draft_counts = draft_counts
+
+
+class _Processed:
+    """The target's worker, with the requests' own logit processors applied to verify rows: SGLang has them in plain decoding only."""
+
+    def __init__(self, worker, rows: int):
+        self._worker, self._rows = worker, rows
+
+    def __getattr__(self, name: str):
+        return getattr(self._worker, name)
+
+    def forward_batch_generation(self, batch, *args, is_verify: bool = False, **options):
+        result = self._worker.forward_batch_generation(batch, *args, is_verify=is_verify, **options)
+        if is_verify and batch.sampling_info.has_custom_logit_processor:
+            apply_custom_logit_processor(result.logits_output.next_token_logits, batch.sampling_info, self._rows)
+        return result
+
+
+class OasisNgramWorker(NGRAMWorker):
+    """``totals``: verify_steps, drafts_proposed, drafts_accepted (guesses that came true), tokens_accepted (all tokens that
+    verify steps gave), draft_misses (a request's steps without a guess); counted when SGLang processes the result of a step.
+    """
+
+    def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker, source: DraftSource | None = None):
+        super(NGRAMWorker, self).__init__()  # NGRAMWorker's own compiles SGLang's n-gram corpus
+        spec = get_spec()
+        self.source = PromptLookup() if source is None else source  # an empty one is falsy
+        self.totals: Counter[str] = Counter()
+        self.draft_counts: np.ndarray | None = None
+        """int64 [b] of the verify step that runs or ran last; None after other forwards."""
+        self._unsettled: deque[np.ndarray] = deque()
+        # What NGRAMWorker's methods and SGLang read.
+        self.server_args = server_args
+        self._target_worker, self.model_runner = _Processed(target_worker, spec.speculative_num_draft_tokens), target_worker.model_runner
+        self.enable_overlap, self.page_size = not get_schedule().disable_overlap_schedule, get_schedule().page_size
+        self.draft_token_num = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
+        self.topk, self.speculative_num_steps = spec.speculative_eagle_topk, spec.speculative_num_steps
+        self.device = get_device().device
+        self.adaptive_controller = self.grammar_tree_host = None
+        self._prev_decode_rids: set[str] = set()
+        self.ngram_corpus = SimpleNamespace(erase_match_state=self.source.forget)  # all that NGRAMWorker still asks of it
+        self._chain = np.tri(self.draft_token_num, dtype=bool)
+
+    # -- drafts -------------------------------------------------------------------------------------------------
+
+    def _prepare_draft_tokens(self, batch) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int64 [b * n], each request's first being its last committed one, and the chain's mask bool [b * n * n]."""
+        requests = self._requests(batch)
+        last = np.array([request.output[-1] for request in requests], np.int64)
+        drafts: Drafts = self.source.propose(requests, self.draft_token_num - 1)
+        self.draft_counts = drafts.counts
+        return np.column_stack((last, drafts.tokens)).ravel(), np.tile(self._chain.ravel(), len(requests))
+
+    def _requests(self, batch) -> list[Request]:
+        """Where steps overlap, what the previous one accepted is not in ``req.output_ids`` yet."""
+        outputs: list[Sequence[int]] = [req.output_ids for req in batch.reqs]
+        if self.enable_overlap and not batch.grammar_needs_sync():
+            tokens = batch.spec_info.accept_tokens.cpu().numpy().reshape(len(outputs), self.draft_token_num)
+            lengths = batch.spec_info.accept_lens.tolist()
+            outputs = [output + array("q", row[:n].tolist()) for output, row, n in zip(outputs, tokens, lengths, strict=True)]
+        return [Request(req.rid, req.origin_input_ids_unpadded, output) for req, output in zip(batch.reqs, outputs)]
+
+    def _prepare_for_speculative_decoding(self, batch) -> None:
+        super()._prepare_for_speculative_decoding(batch)
+        if batch.forward_mode.is_target_verify():
+            batch.spec_info = ChainVerifyInput(batch.spec_info, self.draft_counts)
+
+    def _update_ngram_corpus(self, batch) -> None:
+        """Sources see all tokens when they propose."""
+
+    # -- results ------------------------------------------------------------------------------------------------
+
+    def forward_batch_generation(self, batch, on_publish=None, pp_proxy_tensors=None):
+        self.draft_counts = None
+        result = super().forward_batch_generation(batch, on_publish=on_publish, pp_proxy_tensors=pp_proxy_tensors)
+        if self.draft_counts is not None:
+            self._unsettled.append(self.draft_counts)
+            if (coordinator := self.model_runner.hisparse_coordinator) is not None:
+                coordinator.verified(result.accept_lens, self.draft_counts)
+        return result
+
+    def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
+        """Called once for each verify step, in order, when its results are on the host: counting in the forward would make
+        the host wait for the device."""
+        counts, correct = self._unsettled.popleft(), np.array(num_correct_drafts_per_req, np.int64)
+        # Padding can come true as well: those tokens are right, but nobody guessed them.
+        self.totals.update(
+            verify_steps=1, drafts_proposed=int(counts.sum()), drafts_accepted=int(np.minimum(counts, correct).sum()),
+            tokens_accepted=int(correct.sum()) + len(correct), draft_misses=int((counts == 0).sum()))
+
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """At once, not with the next batch: an idle node keeps nothing. Retracted and aborted requests leave with the next."""
+        self.source.forget([rid])
+        self._prev_decode_rids.discard(rid)
+
+    def clear_cache_pool(self) -> None:
+        self.source.forget(self._prev_decode_rids)
+        self._prev_decode_rids = set()
