@@ -87,7 +87,7 @@ class Lookahead:
         """Before the first layer of a forward over ``entries`` with ``rows`` queries of each. Nothing may be under way."""
         at = [i for i, e in enumerate(entries) if e is not None and e.set is not None and self.sets.blocks[e.set] > self.sets.working[e.set]]
         self._numbers += 1
-        if not at:
+        if not at or not self._selects.any():
             self._step = None
             return
         chosen = [entries[i] for i in at]

@@ -117,7 +117,7 @@ class _Walk:
         self.recall[rows] = share[:, selects].mean(1) if selects.any() else 1
         self.lost += (1 - share).sum(0)
         self.residency.follow(queries[: len(self.drafts) + 1], accepted)
-        self.sum += int(self.residency.fetched_bytes[-1])
+        self.sum += self.residency.fetched[-1] * self.residency.layout.piece_bytes
         self.bytes[rows] = self.sum
         self.at += accepted + 1
         self.steps += 1

@@ -1,6 +1,7 @@
 """One request's working set on the way through an answer: the tables and plans that serve, without a pool, a cache or a network.
 
 What a plan asks for is there at the next step, as on a network that takes no time: what remains is the loss of selecting itself.
+What is generated is always seen, as in the tail of a request whose answer is no longer than ``tail_tokens``.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Residency:
         self.everything = self.whole <= self.working
         pieces = model.layers * model.kv_heads
         self.fetched: list[int] = []
+        self._pulled = 0
         self.misses, self.wanted, self.missed = np.zeros(pieces, np.int64), np.zeros(pieces, np.int64), np.zeros(pieces)
 
     @property
@@ -73,11 +75,6 @@ class Residency:
         dense = int(self.sets.dense.sum())
         pieces = (self.layout.pieces - dense) * self.working + dense * self.whole + self.layout.pieces
         return pieces * self.layout.piece_bytes + self.whole * self.layout.summary_total
-
-    @property
-    def fetched_bytes(self) -> np.ndarray:
-        """int64 [steps]."""
-        return np.array(self.fetched, np.int64) * self.layout.piece_bytes
 
     def mass(self, queries: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         """Expected mass float32 [R, P, N] of all blocks for ``queries`` [R, P, G, D] of the (layer, KV head)s ``part``."""
@@ -97,8 +94,6 @@ class Residency:
         self._pulled += int((chosen & ~self.held[0, part]).sum())
         self.held[0, part] |= chosen
         return chosen
-
-    _pulled = 0
 
     def follow(self, queries: torch.Tensor, accepted: int) -> None:
         """After a step: ``queries`` [R, S, G, D] of its row and of the drafts after it, ``accepted`` of which were right and kept."""

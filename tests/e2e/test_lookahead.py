@@ -61,7 +61,7 @@ def test_with_every_head_critical_answers_are_exact_at_any_budget(stack, prompts
     assert report["admitted_bytes_by_phase"]["pieces"] == len(prompts[8]) // PAGE * len(EVERY) * piece, "critical heads pull the whole prompt"
     assert report["lifetime_bytes_by_phase"]["on_demand"] == 0
     grown = {name: value - before["working_sets"]["steps"].get(name, 0) for name, value in after["working_sets"]["steps"].items()}
-    assert grown["drafts_accepted"] > 0 and grown["tokens_accepted"] > grown["verify_steps"] and grown["lookahead_rows"] > 0
+    assert grown["drafts_accepted"] > 0 and grown["tokens_accepted"] > grown["verify_steps"] > 0
     assert_baseline(stack)
 
 
@@ -105,7 +105,8 @@ def test_some_heads_critical_the_others_select_and_look_ahead(oasis_stack, profi
     assert after["requests"]["some-1"]["admitted_bytes_by_phase"]["pieces"] == expected
     landed = after["plane"]["landed_bytes"] - before["plane"]["landed_bytes"]
     reports = [after["requests"][f"some-{i}"] for i in range(4)]
-    assert landed == sum(r["lifetime_bytes"] - r["lifetime_bytes_by_phase"]["manifest"] for r in reports), "the data plane's own meter"
+    counted = sum(r["lifetime_bytes"] - r["lifetime_bytes_by_phase"]["manifest"] for r in reports)
+    assert counted <= landed < 1.01 * counted, "the data plane's own meter; what was in flight when its request ended belongs to none"
     steps, heads = after["working_sets"]["steps"], after["working_sets"]["heads"]
     assert min(steps[name] for name in ("verify_steps", "drafts_proposed", "drafts_accepted", "lookahead_rows", "fallback_rows", "fetched", "fetched_used")) > 0
     assert after["working_sets"]["stalls"]["count"] > 0 and sum(after["working_sets"]["stalls"]["counts"]) == after["working_sets"]["stalls"]["count"]
