@@ -231,11 +231,13 @@ def _add_prompts(folder: Path, shape: Shape, known: dict[int, Request]) -> None:
 
 
 def _add_steps(folder: Path, shape: Shape, known: dict[int, Request]) -> None:
-    number = re.compile(r"decode-(\d+)-(\d+)-(\w+)\.npz")
+    number = re.compile(r"decode-(\d+)-(\d+)-(step|layer\d+)\.npz")
     forwards: dict[str, dict[str, Path]] = defaultdict(dict)
     current = ""
-    for file in sorted(folder.glob("decode-*.npz")):
-        name = number.fullmatch(file.name)[3]
+    for match, file in ((number.fullmatch(f.name), f) for f in sorted(folder.glob("decode-*.npz"))):
+        if match is None:  # times of reads and forwards
+            continue
+        name = match[3]
         current = file.name if name == "step" else current
         forwards[current][name] = file
     for files in forwards.values():

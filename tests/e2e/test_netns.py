@@ -179,7 +179,8 @@ RATE = "200mbit"
 
 @pytest.mark.skipif(shutil.which("tc") is None, reason="NOT RUN: a rate limit needs tc")
 def test_reads_are_in_flight_while_forwards_run(processes, far_processes, namespace, models, prompt_maker, text, tmp_path):
-    """Over a wire of 200 Mbit/s what a step asks for takes longer than the step: the steps go on meanwhile, and take it when it is there."""
+    """Over a wire of 200 Mbit/s what a step asks for takes longer than a forward: the steps go on meanwhile, and take it when it is there.
+    The host cache holds little more than one working set, so that blocks which come back are pulled again."""
     prompts = matrix.prompts(prompt_maker, text)
     processes.preload()
     traces = tmp_path / "traces"
@@ -187,7 +188,8 @@ def test_reads_are_in_flight_while_forwards_run(processes, far_processes, namesp
         subprocess.run(["tc", "qdisc", "add", "dev", namespace[1], "root", "tbf", "rate", RATE, "burst", "64kb", "latency", "400ms"], check=True, capture_output=True)
     except subprocess.CalledProcessError as error:
         pytest.skip(f"NOT RUN: no rate limit here: {error.stderr.decode()}")
-    options = ("--oasis-budget-tokens", "512", "--oasis-fetch-blocks-per-step", "0", "--oasis-trace-dir", str(traces))
+    options = ("--oasis-budget-tokens", "512", "--oasis-fetch-blocks-per-step", "0", "--oasis-host-cache-bytes", "4MiB",
+               "--oasis-trace-dir", str(traces))
     try:
         with two_hosts(processes, far_processes, namespace, models, tmp_path, "nixl", *options) as (prefill, decode, bootstrap, report):
             assert len(answer(prefill, decode, bootstrap, prompts[8], {}, tokens=40)) == 40
@@ -200,5 +202,5 @@ def test_reads_are_in_flight_while_forwards_run(processes, far_processes, namesp
     inside = sum(posted < ended and landed > began for posted, landed, _ in reads for began, ended in forwards)
     longest = max(sum(posted < began and landed > ended for began, ended in forwards) for posted, landed, _ in reads)
     print(f"{len(reads)} reads on demand; {inside} times one was in flight during a forward; one outlived {longest} whole forwards; {steps}")
-    assert inside >= 3 and longest >= 1
+    assert inside >= 10 and longest >= 1
     assert steps["swaps_late"] > 0 and steps["swaps_committed"] > 0
