@@ -164,12 +164,12 @@ class Coordinator:
         self.peak_batch = max(self.peak_batch, len(rows))
 
     def _extend_lanes(self, rows: np.ndarray, lengths: np.ndarray) -> None:
-        """A page ahead of ``lengths`` int64 [b]: a request for which there is none can still run this step, and then ends."""
-        sets = self.sets_of(rows)
-        for i in np.flatnonzero((sets >= 0) & (self.lane.covered(sets) < lengths + self.page)):
+        """Ahead of ``lengths`` int64 [b] by what SGLang runs before it ends a request: a step, with overlap two, and their drafts."""
+        sets, ahead = self.sets_of(rows), max(self.page, 3 * self.budget.draft)
+        for i in np.flatnonzero((sets >= 0) & (self.lane.covered(sets) < lengths + ahead)):
             entry = self.entries[int(rows[i])]
             most = (entry.prompt // self.page + entry.need.generated) * self.page
-            if entry.error is None and not self.lane.grow(entry.set, min(int(lengths[i]) + self.page, most)):
+            if entry.error is None and not self.lane.grow(entry.set, min(int(lengths[i]) + ahead, most)):
                 entry.error = CapacityError("the dense lane is full", room=entry.pull.room, limit=f"lane_tokens={self.lane.capacity}")
 
     def sets_of(self, rows: np.ndarray) -> np.ndarray:
@@ -207,6 +207,10 @@ class Coordinator:
             self.stepper.end()
         if self.trace:
             self.trace.write("forward", began=self._began, ended=time.monotonic())
+
+    def trusted(self) -> np.ndarray | None:
+        """Before what a step with drafts verified is sampled: int64 [b], how many drafts of each request may be accepted; None: all."""
+        return None if self.stepper is None else self.stepper.lookahead.trusted()
 
     def verified(self, accept_lens: torch.Tensor, drafts: np.ndarray) -> None:
         """After a step with drafts: ``accept_lens`` int [b] tokens of each request were accepted, the last of which comes from

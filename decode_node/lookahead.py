@@ -1,6 +1,7 @@
 """Scoring and planning beside the forward: which blocks the next step will want, and the pulls of those that are not here.
 
     tap     each layer of the forward leaves its queries; every few layers a job scores them, while the next layers run
+    trusted before sampling: how many drafts of each request may be accepted, by what their rows miss
     plan    once it is known which rows were accepted, one job unites the rows that choose, plans and starts the pulls, while
             SGLang samples, streams and prepares the next step
     wait    the next step boundary takes the plan
@@ -26,22 +27,27 @@ from decode_node.host_cache import HostCache
 from decode_node.working_set import WorkingSets
 from oasis_sglang.selection.caps import warm_cap
 from oasis_sglang.selection.scorer import union
+from oasis_sglang.selection.trust import missed_share, trusted_rows
+from transport.layout import KVLayout
 
 LAYERS_PER_JOB = 8
 """Layers that are scored together: a job costs about 0.1 ms whatever its size."""
 
 
 class Step(NamedTuple):
-    """The requests of a forward that select, b of them. ``at`` int64 [b]: their places in its batch; ``rows``: query rows of
-    each; ``mass`` float32 [b, rows, S, n]: what the jobs fill in; ``number``: counts steps."""
+    """The requests of a forward that select, b of them. ``at`` int64 [b]: their places in its batch of ``batch``; ``rows``: query
+    rows of each; ``mass`` float32 [b, rows, S, n] and ``missed`` [b, rows, S], the share of it on blocks not resident: what the
+    jobs fill in; ``number``: counts steps."""
 
     entries: list[Entry]
     at: np.ndarray
     sets: np.ndarray
     generations: np.ndarray
     number: int
+    batch: int
     rows: int
     mass: torch.Tensor
+    missed: torch.Tensor
 
 
 class Rows(NamedTuple):
@@ -63,14 +69,15 @@ class Lookahead:
     """Owner of the thread, of the tapped queries and of the plan that has not been taken yet.
 
     ``group``: query heads per KV head; ``cap``: new pulls per step and (layer, KV head) on average; ``warmup``: steps for which
-    a new request may pull more; ``ahead``: drafted rows that choose beside the actual one. ``pull(entry, pieces int64 [n],
+    a new request may pull more; ``ahead``: drafted rows that choose beside the actual one; ``trust``: how much more of its mass
+    than the newest real row a drafted row may miss and still be believed. ``pull(entry, pieces int64 [n],
     blocks int64 [n])`` starts an on-demand pull; ``totals``: counters, written by the thread only until ``wait`` returns.
     """
 
     def __init__(self, *, sets: WorkingSets, cache: HostCache, group: int, scale: float, cap: int, warmup: int, ahead: int,
-                 pull: Callable[[Entry, np.ndarray, np.ndarray], None], totals: Counter):
+                 trust: float, pull: Callable[[Entry, np.ndarray, np.ndarray], None], totals: Counter):
         self.sets, self.cache, self.pull, self.totals = sets, cache, pull, totals
-        self.group, self.scale, self.cap, self.warmup, self.ahead = group, scale, cap, warmup, ahead
+        self.group, self.scale, self.cap, self.warmup, self.ahead, self.trust = group, scale, cap, warmup, ahead, trust
         lay, device = sets.layout, sets.raw.device
         self.layout = lay
         self.queries = torch.zeros((lay.num_layers, 1, lay.kv_heads * group * lay.head_dim), device=device)
@@ -83,6 +90,11 @@ class Lookahead:
         self._step: Step | None = None
         self._numbers = 0
 
+    @staticmethod
+    def bytes(layout: KVLayout, requests: int, rows: int, blocks: int) -> int:
+        """What the scores of a step take on the device."""
+        return requests * rows * layout.pieces * blocks * 4
+
     def begin(self, entries: Sequence[Entry | None], rows: int) -> None:
         """Before the first layer of a forward over ``entries`` with ``rows`` queries of each. Nothing may be under way."""
         at = [i for i, e in enumerate(entries) if e is not None and e.set is not None and self.sets.blocks[e.set] > self.sets.working[e.set]]
@@ -93,7 +105,8 @@ class Lookahead:
         chosen = [entries[i] for i in at]
         sets = np.fromiter((e.set for e in chosen), np.int64, len(chosen))
         mass = torch.empty((len(at), rows, self.layout.pieces, int(self.sets.blocks[sets].max())), device=self.sets.raw.device)
-        self._step = Step(chosen, np.array(at), sets, self.sets.generation[sets], self._numbers, rows, mass)
+        missed = torch.empty(mass.shape[:3], device=mass.device)
+        self._step = Step(chosen, np.array(at), sets, self.sets.generation[sets], self._numbers, len(entries), rows, mass, missed)
         for entry in chosen:
             entry.step = self._numbers
 
@@ -108,25 +121,33 @@ class Lookahead:
         if (layer + 1) % LAYERS_PER_JOB == 0 or layer + 1 == self.layout.num_layers:
             self._submit(self._score, self._step, self.queries, layer // LAYERS_PER_JOB * LAYERS_PER_JOB, layer + 1)
 
-    def plan(self, rows: Rows | None = None) -> None:
-        """After the last layer, and after sampling when the step verified drafts: ``rows`` of the whole batch. None: every
+    def trusted(self) -> np.ndarray | None:
+        """After the last layer of a step that verifies drafts: int64 [batch], how many drafted rows of each request may be
+        believed (``selection/trust.py``); None: all. Waits for the scores."""
+        if self._step is None or self.trust >= 1:
+            return None
+        started = time.perf_counter()
+        self.wait()
+        step = self._step
+        rows = np.full(step.batch, step.rows - 1)
+        rows[step.at] = trusted_rows(step.missed, ~self.sets.dense, self.trust).cpu().numpy()
+        self.totals["trust_wait_microseconds"] += int((time.perf_counter() - started) * 1e6)
+        return rows
+
+    def plan(self, accept_lens: torch.Tensor | None = None, drafts: np.ndarray | None = None) -> None:
+        """After the last layer, and after sampling when the step verified drafts (see ``Coordinator.verified``). None: every
         request has one row."""
         step, self._step = self._step, None
-        if step is None:
-            return
-        if rows is None:
-            rows = Rows(np.zeros(len(step.at), np.int64), np.zeros(len(step.at), np.int64))
-        else:
-            rows = Rows(rows.actual[step.at], rows.drafts[step.at])
-        self._submit(self._plan, step, rows)
+        if step is not None or accept_lens is not None:
+            self._submit(self._plan, step, accept_lens, drafts)
 
     def wait(self) -> tuple[Step, list[Swaps]] | None:
         """Returns when nothing is under way, with the step's plan: what each of its requests would swap. None: there was
         nothing to plan, or it was taken before."""
+        jobs, self._jobs = self._jobs, []
         result = None
-        for job in self._jobs:
+        for job in jobs:
             result = job.result()
-        self._jobs.clear()
         return result
 
     def stands(self, step: Step, i: int) -> bool:
@@ -162,21 +183,41 @@ class Lookahead:
         queries = queries.permute(1, 0, 3, 2, 4, 5).reshape(b, (last - first) * lay.kv_heads, step.rows, self.group, lay.head_dim)
         part = slice(first * lay.kv_heads, last * lay.kv_heads)
         blocks = torch.from_numpy(self.sets.blocks[step.sets]).to(device)
-        step.mass[:, :, part] = self.sets.score(torch.from_numpy(step.sets).to(device), part, queries, blocks, step.mass.shape[3])
+        sets, n = torch.from_numpy(step.sets).to(device), step.mass.shape[3]
+        step.mass[:, :, part] = mass = self.sets.score(sets, part, queries, blocks, n)
+        if step.rows > 1 and self.trust < 1:
+            step.missed[:, :, part] = missed_share(mass, self.sets.slot_of[sets, part, :n] >= 0)
 
-    def _plan(self, step: Step, rows: Rows) -> tuple[Step, list[Swaps]]:
-        device, b = step.mass.device, len(step.at)
+    def _plan(self, step: Step | None, accept_lens: torch.Tensor | None, drafts: np.ndarray | None) -> tuple[Step, list[Swaps]] | None:
+        accepted = None if accept_lens is None else accept_lens.cpu().numpy().astype(np.int64)
+        if accepted is not None:
+            self._count_drafts(accepted, drafts)
+        if step is None:
+            return None
+        device, b, n = step.mass.device, len(step.at), step.mass.shape[3]
+        one = np.zeros(b, np.int64)
+        rows = Rows(one, one) if accepted is None else Rows(accepted[step.at] - 1, drafts[step.at])
         choosing = rows.choosing(step.rows, self.ahead)
         actual = step.mass[torch.arange(b, device=device), torch.from_numpy(rows.actual).to(device)]
         mass = actual if step.rows == 1 else union(step.mass, torch.from_numpy(choosing).to(device))
-        held = self.cache.held(step.sets, step.mass.shape[3])
+        # Before ``held``: a piece is cached before it flies no more, so one that lands in between is in both, never in neither.
+        flying = self.sets.flying[torch.from_numpy(step.sets).to(device), :, :n]
+        if self._stream is not None:
+            self._stream.synchronize()
+        held = self.cache.held(step.sets, n)
         cap = warm_cap(self.cap, self.sets.working[step.sets], np.array([e.steps for e in step.entries]), self.warmup)
-        plan = self.sets.plan(step.sets, mass, actual, held, torch.from_numpy(cap).to(device))
+        plan = self.sets.plan(step.sets, mass, actual, held, flying, torch.from_numpy(cap).to(device))
         self._count(step, plan, choosing)
         self._fetch(step, plan)
         for entry in step.entries:
             entry.steps += 1
         return step, self._swaps(plan, b)
+
+    def _count_drafts(self, accepted: np.ndarray, drafts: np.ndarray) -> None:
+        self.totals["verify_steps"] += len(accepted)
+        self.totals["drafts_proposed"] += int(drafts.sum())
+        self.totals["drafts_accepted"] += int(np.minimum(accepted - 1, drafts).sum())
+        self.totals["tokens_accepted"] += int(accepted.sum())
 
     def _count(self, step: Step, plan, choosing: np.ndarray) -> None:
         index = torch.from_numpy(step.sets).to(step.mass.device)
@@ -203,6 +244,7 @@ class Lookahead:
         if not len(plan.fetch_request):
             return
         where = torch.from_numpy(step.sets).to(plan.fetch_request.device)[plan.fetch_request], plan.fetch_head, plan.fetch_block
+        self.totals["fetched_wasted"] += int(self.sets.ahead[where].sum())  # evicted before a real row wanted it
         self.sets.flying[where] = self.sets.ahead[where] = True
         request, pieces, blocks = (t.cpu().numpy() for t in (plan.fetch_request, plan.fetch_head, plan.fetch_block))
         self.totals["fetched"] += len(request)

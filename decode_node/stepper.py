@@ -20,7 +20,7 @@ import torch
 
 from decode_node.entry import Entry, Swaps
 from decode_node.host_cache import HostCache
-from decode_node.lookahead import Lookahead, Rows
+from decode_node.lookahead import Lookahead
 from decode_node.page_table import Fold, PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.stalls import Stalls
@@ -65,12 +65,7 @@ class Stepper:
 
     def verified(self, accept_lens: torch.Tensor, drafts: np.ndarray) -> None:
         """The forward and its sampling are through; see ``Coordinator.verified``."""
-        accepted = accept_lens.cpu().numpy().astype(np.int64)
-        self.totals["verify_steps"] += len(accepted)
-        self.totals["drafts_proposed"] += int(drafts.sum())
-        self.totals["drafts_accepted"] += int(np.minimum(accepted - 1, drafts).sum())
-        self.totals["tokens_accepted"] += int(accepted.sum())
-        self.lookahead.plan(Rows(accepted - 1, drafts))
+        self.lookahead.plan(accept_lens, drafts)
 
     def settle(self) -> None:
         """Takes the plan that is being made, once it is made. Before anything that it reads may change."""
@@ -115,6 +110,8 @@ class Stepper:
         if self._room(entry):
             self.cache.insert(entry.set, pieces, np.full(lay.pieces, fold.block), data, pinned=True)
             entry.kept += lay.pieces
+        else:
+            self.sets.flying[entry.set, :, fold.block] = True  # nobody has it to give: never ask
         if fold.slot >= 0:
             self.sets.grow(entry.set, fold.block, fold.slot, content[:, 0])
         else:

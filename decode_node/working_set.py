@@ -25,8 +25,8 @@ EMA_DECAY = 0.7
 FLOOR = 1
 """Of the pulls of a step, so many of each (layer, KV head)'s best missing blocks come before any other head gets more."""
 
-STICKY = 0.0
-"""By how much more than a resident block another one must promise to take its place."""
+STICKY = 0.25
+"""By how much more than a resident block another one must promise to take its place: fewer pulls, the same divergence."""
 
 
 class WorkingSets:
@@ -39,9 +39,10 @@ class WorkingSets:
     """
 
     def __init__(self, layout: KVLayout, summary: Summary, *, sets: int, blocks: int, working: int, sink: int, recent: int, device: torch.device | str,
-                 dense: np.ndarray | None = None):
+                 dense: np.ndarray | None = None, floor: int = FLOOR, sticky: float = STICKY, decay: float = EMA_DECAY):
         pieces = layout.pieces
         self.layout, self.summary, self.sink, self.recent = layout, summary, sink, recent
+        self.floor, self.sticky, self.decay = floor, sticky, decay
         self.dense = torch.zeros(pieces, dtype=torch.bool, device=device)
         if dense is not None:
             self.dense[torch.from_numpy(dense)] = True
@@ -136,20 +137,21 @@ class WorkingSets:
         the (layer, KV head)s ``part``, P of them, from scaled queries [b, P, R, G, head_dim] of R rows."""
         return block_mass(self.summary, queries, self.raw[sets, part, :n], blocks)
 
-    def plan(self, sets: np.ndarray, mass: torch.Tensor, actual: torch.Tensor, held: np.ndarray, cap: torch.Tensor) -> planner.Plan:
+    def plan(self, sets: np.ndarray, mass: torch.Tensor, actual: torch.Tensor, held: np.ndarray, flying: torch.Tensor,
+             cap: torch.Tensor) -> planner.Plan:
         """One step's plan for ``sets`` int64 [b]: ``mass`` float32 [b, S, n] of the rows that choose, ``actual`` [b, S, n] of the
         newest row that was really generated, which alone says what was missed.
 
-        ``held`` bool [b, S, n]: what this node's host cache has, n = the longest of the sets in blocks; ``cap`` int64 [b]: new
-        pulls per (layer, KV head) on average, 0 = no limit.
+        ``held``, ``flying`` bool [b, S, n]: what this node's host cache has and what is being pulled, n = the longest of the sets
+        in blocks; ``cap`` int64 [b]: new pulls per (layer, KV head) on average, 0 = no limit.
         """
         n = held.shape[2]
         index = torch.from_numpy(sets).to(self.raw.device)
-        ema = self.ema[index, :, :n].mul_(EMA_DECAY).add_(mass, alpha=1 - EMA_DECAY)
+        ema = self.ema[index, :, :n].mul_(self.decay).add_(mass, alpha=1 - self.decay)
         self.ema[index, :, :n] = ema
         return planner.plan(mass, ema, self.slot_of[index, :, :n], self.pinned(sets, n), self._of(self.working, sets), self._of(self.blocks, sets),
-                            torch.from_numpy(held).to(self.raw.device), self.flying[index, :, :n], cap, actual=None if actual is mass else actual,
-                            dense=self.dense, floor=FLOOR, sticky=STICKY)
+                            torch.from_numpy(held).to(self.raw.device), flying, cap, actual=None if actual is mass else actual,
+                            dense=self.dense, floor=self.floor, sticky=self.sticky)
 
     def _of(self, column: np.ndarray, sets) -> torch.Tensor:
         return torch.from_numpy(column[np.asarray(sets)]).to(self.raw.device)

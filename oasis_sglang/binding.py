@@ -161,6 +161,9 @@ def _make_lane(runner, pool, budget, options: config.OasisConfig):
         raise ConfigError(f"Oasis option profile={options.profile!r}: {error}") from error
     if not len(pieces):
         return None
+    least = (budget.working + budget.tail) * page
+    if options.lane_tokens and options.lane_tokens < least:
+        raise ConfigError(f"Oasis option lane_tokens={options.lane_tokens} holds no request that selects", limit=f"at least {least}")
     rows, context = runner.req_to_token_pool.req_to_token.shape
     shape = dict(head_dim=pool.head_dim, page=page, sets=most_sets(budget, rows, pool.size // page), context=context + 2 * budget.draft,
                  tokens=options.lane_tokens or LANE_SHARE * pool.size)
@@ -259,17 +262,18 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
         raise ConfigError(f"Oasis option host_cache_bytes={options.host_cache_bytes} is smaller than one admission", limit=f"{one} bytes")
     count = most_sets(budget, coordinator.req_to_token.shape[0], coordinator.physical.size // page)
     device, lane = coordinator.pool.device, coordinator.lane
-    _require_memory(WorkingSets.bytes(layout, count, blocks, budget.working), device, "the working sets' tables need",
+    scores = Lookahead.bytes(layout, count, budget.draft or 1, blocks)
+    _require_memory(WorkingSets.bytes(layout, count, blocks, budget.working) + scores, device, "the working sets' tables need",
                     "--max-running-requests, --context-length or --max-total-tokens, or raise budget_tokens")
     sets = WorkingSets(layout, summary, sets=count, blocks=blocks, working=budget.working, sink=budget.sink, recent=budget.recent, device=device,
-                       dense=None if lane is None else lane.place >= 0)
+                       dense=None if lane is None else lane.place >= 0, sticky=options.hysteresis)
     cache = HostCache(count, layout.pieces, blocks, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)
     pieces = PoolPieces(coordinator.pool.kv, layout)
     reads = PieceReads(layout, cache, sets, lane)
     totals: Counter[str] = Counter()
     lookahead = Lookahead(
         sets=sets, cache=cache, group=query_heads // layout.kv_heads, scale=layout.head_dim**-0.5, cap=options.fetch_blocks_per_step,
-        warmup=options.warmup_steps, ahead=options.lookahead_rows, totals=totals,
+        warmup=options.warmup_steps, ahead=options.lookahead_rows, trust=options.draft_trust, totals=totals,
         pull=lambda entry, which, of: puller.demand(entry.pull, reads.job(entry, "on_demand", which, of)))
     stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, lookahead=lookahead, wait_seconds=options.wait_seconds, totals=totals)
 

@@ -36,10 +36,13 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     full = pull every block into the host cache first. on_miss: what happens when a step needs blocks that are not on this
     node: defer = go on without them and have them for a later step, wait = the request (no other) waits for them at the
     step boundary, at most wait_seconds. fetch_blocks_per_step: new blocks pulled per step, on average over layers and KV
-    heads, 0 = no limit; in a request's first warmup_steps more, decaying. lookahead_rows: with speculative decoding, drafted
-    rows that choose blocks beside the newest real one. profile: file of `oasis calibrate`, its critical heads are served from
-    all blocks, out of a lane of lane_tokens (0: four times the KV pool's) beside the KV pool. host_cache_bytes: host memory
-    for pieces pulled and for sealed generated blocks. inner_backend: SGLang's attention backend inside ours ("": the one that SGLang would choose).
+    heads, 0 = no limit; in a request's first warmup_steps more, decaying. hysteresis: by how much more expected attention
+    than a resident block another one takes its place. lookahead_rows: with speculative decoding, drafted
+    rows that choose blocks beside the newest real one; draft_trust: how much more of its attention than the newest real row a
+    drafted row may miss and still be accepted (1 = accept all that are right, 0 = none: drafts only choose blocks).
+    profile: file of `oasis calibrate`, its critical heads are served from all blocks, out of a lane of lane_tokens (0: four
+    times the KV pool's) beside the KV pool. host_cache_bytes: host memory for pieces pulled and for sealed generated blocks.
+    inner_backend: SGLang's attention backend inside ours ("": the one that SGLang would choose).
 
     Decode, the transfer: data_plane: nixl | zmq (the tier must serve it). staging_bytes, staging_windows: host memory that
     reads land in. await_seconds: how long to wait for prefill's commit. read_seconds: one window's deadline.
@@ -59,7 +62,9 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_tokens: int = 256
     fetch_blocks_per_step: int = 2
     warmup_steps: int = 0
+    hysteresis: float = 0.25
     lookahead_rows: int = 1
+    draft_trust: float = 0.25
     profile: str = ""
     lane_tokens: int = 0
     wait_seconds: float = 2.0
@@ -89,11 +94,15 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                        "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes"):
             if not 0 < getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must be positive")
-        for option in ("fetch_blocks_per_step", "warmup_steps", "lookahead_rows", "lane_tokens"):
-            if getattr(self, option) < 0:
+        for option in ("fetch_blocks_per_step", "warmup_steps", "hysteresis", "lookahead_rows", "lane_tokens"):
+            if not 0 <= getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must not be negative")
+        if not 0 <= self.draft_trust <= 1:
+            raise ConfigError("Oasis option draft_trust is a share, 0 to 1")
         if role == "prefill" and not self.tier:
             raise ConfigError("Oasis option tier is missing: the unix socket of this node's `oasis tier`")
+        if role == "decode" and self.mode == "exact" and self.profile:
+            raise ConfigError("Oasis option profile needs mode=sparse: with mode=exact every head attends to all blocks")
         if role == "decode" and self.mode == "sparse" and self.summary == "none":
             raise ConfigError("Oasis option mode=sparse needs block summaries: set summary on both workers, or mode=exact")
         return self

@@ -86,8 +86,10 @@ def _sparse_decode(view, options: config.OasisConfig) -> dict:
     """What a decode server with working sets has to be told. Raises ``ConfigError``."""
     from decode_node.budget import make_budget
 
-    make_budget(view.page_size or 1, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens, options.on_miss == "wait")
     algorithm = (view.speculative_algorithm or "").upper()
+    draft = (view.speculative_num_draft_tokens or 0) if algorithm == "OASIS_NGRAM" else 0
+    make_budget(view.page_size or 1, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens, options.on_miss == "wait",
+                draft)
     refused = {"speculative_algorithm": algorithm not in ("", "NONE", "OASIS_NGRAM") and algorithm, "enable_mixed_chunk": view.enable_mixed_chunk,
                "enable_pdmux": view.enable_pdmux, "enable_two_batch_overlap": view.enable_two_batch_overlap}
     for option, value in refused.items():
@@ -116,6 +118,8 @@ def _refuse_unsupported(view) -> None:
         "SGLANG_DISAGG_STAGING_BUFFER": os.environ.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() in ("1", "true"),
         "SGLANG_RUST_SERVER": os.environ.get("SGLANG_RUST_SERVER", "0").lower() in ("1", "true"),
     }
+    if view.disaggregation_mode == "decode" and (view.speculative_algorithm or "").upper() == "NGRAM":
+        raise ConfigError("Oasis does not support speculative_algorithm='NGRAM' on a decode worker, which ends with the first request; use OASIS_NGRAM")
     for option, wrong in refused.items():
         if wrong:
             raise ConfigError(f"Oasis does not support {option} as set ({getattr(view, option, 'on')!r})")

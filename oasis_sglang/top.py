@@ -64,7 +64,7 @@ def look(url: str) -> Look:
 def counters(oasis: Mapping) -> dict[str, float | np.ndarray]:
     """All that only grows, by name; ``stall_counts`` int64 [buckets], ``head_misses``, ``head_wanted``, ``head_missed_mass`` [layers * kv_heads]."""
     sets = oasis.get("working_sets") or {}
-    found = {**oasis.get("totals", {}), **sets.get("steps", {})}
+    found = {**oasis.get("totals", {}), **oasis.get("speculation", {}), **sets.get("steps", {})}
     if stalls := sets.get("stalls"):
         found |= {"stall_counts": np.array(stalls["counts"]), "stall_sum_ms": stalls["sum_ms"], "stall_count": stalls["count"]}
     if heads := sets.get("heads"):

@@ -12,7 +12,7 @@ from rich.text import Text
 from oasis_sglang.top import PHASES
 
 MOST_REQUESTS = 20
-_REQUEST = ("rid", "state", "prompt", "length", "blocks", "working", "tail", "set", "steps", "pulled_bytes", "misses")
+_REQUEST = ("rid", "state", "prompt", "blocks", "working", "tail", "selecting", "steps", "pulled_bytes")
 
 
 def number(value: float | None, unit: str = "") -> str:

@@ -68,7 +68,7 @@ def main() -> None:
     cache = HostCache(b, layout.pieces, blocks + 16, layout.piece_bytes, b * blocks * layout.payload_bytes)
     pool = PoolPieces(kv, layout)
     totals = Counter()
-    lookahead = Lookahead(sets=sets, cache=cache, group=args.group, scale=dim**-0.5, cap=2, warmup=0, ahead=1, pull=lambda *_: None, totals=totals)
+    lookahead = Lookahead(sets=sets, cache=cache, group=args.group, scale=dim**-0.5, cap=2, warmup=0, ahead=1, trust=0.25, pull=lambda *_: None, totals=totals)
     stepper = Stepper(table=table, sets=sets, cache=cache, pool=pool, lookahead=lookahead, wait_seconds=1, totals=totals)
     query_rows = args.draft or 1
     entries, data = [], np.zeros((blocks, layout.piece_bytes), np.uint8)
@@ -112,6 +112,7 @@ def main() -> None:
         for layer in range(args.layers):
             stepper.tap(layer, queries)
         if args.draft:
+            lookahead.trusted()
             stepper.verified(torch.ones(b, dtype=torch.int32), np.full(b, args.draft - 1))
         else:
             stepper.end()

@@ -31,8 +31,9 @@ def study(
     heads: Annotated[str, typer.Option(help="Dense heads: none, profile, arbitrary.", show_default="none, and profile when there is one")] = "",
     caps: Annotated[str, typer.Option(help="fetch_blocks_per_step, 0 = no limit.")] = "2",
     floors: Annotated[str, typer.Option(help="Blocks that each head may pull before others get more.")] = "1",
-    stickies: Annotated[str, typer.Option(help="By how much more than a resident block another must promise.")] = "0",
+    stickies: Annotated[str, typer.Option(help="By how much more than a resident block another must promise (hysteresis).")] = "0.25",
     warmups: Annotated[str, typer.Option(help="warmup_steps.")] = "0",
+    trusts: Annotated[str, typer.Option(help="draft_trust, where right drafts are kept.")] = "0.25",
     ahead: Annotated[int, typer.Option(min=1, help="Drafted rows that choose.")] = 1,
     drafts: Annotated[int, typer.Option(min=1, help="Tokens drafted per step where right ones are kept.")] = 4,
     tokens: Annotated[int, typer.Option(min=256, help="Prompt tokens cut from each text.")] = 4096,
@@ -51,9 +52,9 @@ def study(
         if profile is None and chosen != ["none"]:
             raise ValueError("dense heads need --profile")
         axes = (_list(budgets, int), _list(summaries, str), _list(policies, str), chosen, _list(caps, int), _list(floors, int), _list(stickies, float),
-                _list(warmups, int))
-        settings = [Setting(budget, summary, policy, dense, cap, floor, sticky, warmup=warmup, ahead=ahead, drafts=drafts)
-                    for budget, summary, policy, dense, cap, floor, sticky, warmup in itertools.product(*axes)]
+                _list(warmups, int), _list(trusts, float))
+        settings = [Setting(budget, summary, policy, dense, cap, floor, sticky, warmup=warmup, trust=trust, ahead=ahead, drafts=drafts)
+                    for budget, summary, policy, dense, cap, floor, sticky, warmup, trust in itertools.product(*axes)]
         run(model, text or [], out, settings, profile, tokens, steps, device, seed)
 
 

@@ -40,6 +40,10 @@ class DraftSource(Protocol):
         """Drops what is kept for these requests, known or not. One that comes back is taken up from its tokens."""
 
 
+KEPT = 64
+"""Requests whose n-grams are kept, or twice those of a step: what stood aside or was retracted need not be read again."""
+
+
 class PromptLookup:
     """Prompt lookup (Saxena 2023): what followed the latest earlier occurrence of the request's last tokens, in its own
     prompt and output. The longest match of ``longest`` to ``shortest`` tokens counts.
@@ -63,11 +67,14 @@ class PromptLookup:
     def propose(self, requests: Sequence[Request], n: int) -> Drafts:
         tokens, counts = np.zeros((len(requests), n), np.int64), np.zeros(len(requests), np.int64)
         for i, request in enumerate(requests):
-            index = self._indexes.get(request.rid)
+            index = self._indexes.pop(request.rid, None)  # the one used last comes last
             if index is None or not index.continued_by(request):
-                index = self._indexes[request.rid] = _Index(request.prompt, self.longest, self.shortest)
+                index = _Index(request.prompt, self.longest, self.shortest)
+            self._indexes[request.rid] = index
             if guess := index.guess(request, n):
                 tokens[i], counts[i] = guess, n
+        while len(self._indexes) > max(KEPT, 2 * len(requests)):
+            del self._indexes[next(iter(self._indexes))]
         return Drafts(tokens, counts)
 
     def forget(self, rids: Iterable[str]) -> None:

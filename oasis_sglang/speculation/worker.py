@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
+import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.runtime_context import get_device, get_schedule, get_spec
 from sglang.srt.speculative.ngram_info import NgramVerifyInput
@@ -36,8 +37,10 @@ class ChainVerifyInput(NgramVerifyInput):
         self.draft_counts = draft_counts
 
 
-class _Processed:
-    """The target's worker, with the requests' own logit processors applied to verify rows: SGLang has them in plain decoding only."""
+class _Target:
+    """The target's worker. After a verify forward, and before sampling: the requests' own logit processors are applied to its rows,
+    which SGLang does in plain decoding only; and each chain ends where the decode node's working sets no longer suffice.
+    """
 
     def __init__(self, worker, rows: int):
         self._worker, self._rows = worker, rows
@@ -47,14 +50,28 @@ class _Processed:
 
     def forward_batch_generation(self, batch, *args, is_verify: bool = False, **options):
         result = self._worker.forward_batch_generation(batch, *args, is_verify=is_verify, **options)
-        if is_verify and batch.sampling_info.has_custom_logit_processor:
-            apply_custom_logit_processor(result.logits_output.next_token_logits, batch.sampling_info, self._rows)
+        if is_verify:
+            if batch.sampling_info.has_custom_logit_processor:
+                apply_custom_logit_processor(result.logits_output.next_token_logits, batch.sampling_info, self._rows)
+            coordinator = self._worker.model_runner.hisparse_coordinator
+            if coordinator is not None and (trusted := coordinator.trusted()) is not None:
+                cut_chains(batch.spec_info.retrieve_next_token, trusted)
         return result
+
+
+def cut_chains(next_token: torch.Tensor, rows: np.ndarray) -> None:
+    """Takes the link to the row after the first ``rows`` int64 [b] drafted ones out of ``next_token`` int64 [b, n], in place."""
+    rows = torch.from_numpy(rows).to(next_token.device)[:, None]
+    next_token.masked_fill_(torch.arange(next_token.shape[1], device=next_token.device) >= rows, -1)
+
+
+def _keep(rids) -> None:
+    """Requests that left the batch."""
 
 
 class OasisNgramWorker(NGRAMWorker):
     """``totals``: verify_steps, drafts_proposed, drafts_accepted (guesses that came true), tokens_accepted (all tokens that
-    verify steps gave), draft_misses (a request's steps without a guess); counted when SGLang processes the result of a step.
+    verify steps gave), draft_misses (steps without a guess), all by request; counted when SGLang processes the result of a step.
     """
 
     def __init__(self, server_args, gpu_id: int, nccl_port: int, target_worker, source: DraftSource | None = None):
@@ -67,14 +84,14 @@ class OasisNgramWorker(NGRAMWorker):
         self._unsettled: deque[np.ndarray] = deque()
         # What NGRAMWorker's methods and SGLang read.
         self.server_args = server_args
-        self._target_worker, self.model_runner = _Processed(target_worker, spec.speculative_num_draft_tokens), target_worker.model_runner
+        self._target_worker, self.model_runner = _Target(target_worker, spec.speculative_num_draft_tokens), target_worker.model_runner
         self.enable_overlap, self.page_size = not get_schedule().disable_overlap_schedule, get_schedule().page_size
         self.draft_token_num = self.speculative_num_draft_tokens = spec.speculative_num_draft_tokens
         self.topk, self.speculative_num_steps = spec.speculative_eagle_topk, spec.speculative_num_steps
         self.device = get_device().device
         self.adaptive_controller = self.grammar_tree_host = None
         self._prev_decode_rids: set[str] = set()
-        self.ngram_corpus = SimpleNamespace(erase_match_state=self.source.forget)  # all that NGRAMWorker still asks of it
+        self.ngram_corpus = SimpleNamespace(erase_match_state=_keep)  # all that NGRAMWorker still asks of it
         self._chain = np.tri(self.draft_token_num, dtype=bool)
 
     # -- drafts -------------------------------------------------------------------------------------------------
@@ -121,13 +138,12 @@ class OasisNgramWorker(NGRAMWorker):
         counts, correct = self._unsettled.popleft(), np.array(num_correct_drafts_per_req, np.int64)
         # Padding can come true as well: those tokens are right, but nobody guessed them.
         self.totals.update(
-            verify_steps=1, drafts_proposed=int(counts.sum()), drafts_accepted=int(np.minimum(counts, correct).sum()),
+            verify_steps=len(correct), drafts_proposed=int(counts.sum()), drafts_accepted=int(np.minimum(counts, correct).sum()),
             tokens_accepted=int(correct.sum()) + len(correct), draft_misses=int((counts == 0).sum()))
 
     def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
-        """At once, not with the next batch: an idle node keeps nothing. Retracted and aborted requests leave with the next."""
+        """A request that only left the batch may come back, from standing aside or retraction: the source bounds what it keeps."""
         self.source.forget([rid])
-        self._prev_decode_rids.discard(rid)
 
     def clear_cache_pool(self) -> None:
         self.source.forget(self._prev_decode_rids)

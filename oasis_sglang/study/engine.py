@@ -97,17 +97,18 @@ class _Walk:
             self.drafts = guess.tokens[0, : guess.counts[0]].tolist()
         return [self.answer[self.at], *self.drafts]
 
-    @property
-    def accepted(self) -> int:
-        """Drafts of this step that are right and kept."""
-        if not self.residency.policy.kept:
+    def accepted(self, queries: torch.Tensor) -> int:
+        """Drafts of this step that are right, believed and kept. ``queries`` [R, S, G, D] of its rows."""
+        if not self.residency.policy.kept or not self.drafts:
             return 0
         pairs = zip(self.drafts, self.answer[self.at + 1 :])
-        return next((i for i, (draft, true) in enumerate(pairs) if draft != true), len(self.drafts))
+        right = next((i for i, (draft, true) in enumerate(pairs) if draft != true), len(self.drafts))
+        return min(right, self.residency.trusted(queries))
 
     def done(self, log_probabilities: torch.Tensor, share: torch.Tensor, queries: torch.Tensor, reference: torch.Tensor) -> None:
         """Of this step's rows: [R, vocabulary], [R, S], [R, S, G, D]; ``reference`` [T, vocabulary]."""
-        accepted = self.accepted
+        queries = queries[: len(self.drafts) + 1]
+        accepted = self.accepted(queries)
         rows = slice(self.at, self.at + accepted + 1)
         mine, true = log_probabilities[: accepted + 1], reference[rows]
         self.kl[rows] = (true.exp() * (true - mine)).sum(-1).cpu().numpy()
@@ -116,7 +117,7 @@ class _Walk:
         selects = ~self.residency.sets.dense.cpu().numpy()
         self.recall[rows] = share[:, selects].mean(1) if selects.any() else 1
         self.lost += (1 - share).sum(0)
-        self.residency.follow(queries[: len(self.drafts) + 1], accepted)
+        self.residency.follow(queries, accepted)
         self.sum += self.residency.fetched[-1] * self.residency.layout.piece_bytes
         self.bytes[rows] = self.sum
         self.at += accepted + 1

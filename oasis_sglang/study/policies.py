@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from decode_node.working_set import EMA_DECAY
+from decode_node.working_set import EMA_DECAY, FLOOR, STICKY
 
 
 class Policy(NamedTuple):
@@ -36,19 +36,21 @@ HEADS = {"none": "no profile", "profile": "profile", "arbitrary": "arbitrary hea
 class Setting(NamedTuple):
     """One row of a study's table. ``heads``: which (layer, KV head)s are dense; ``cap``: pulls per step and head on average, 0 = no
     limit; ``floor``, ``sticky``: of the planner; ``decay``: of the moving average; ``warmup``: steps that may pull more; ``ahead``:
-    drafted rows that choose; ``drafts``: tokens drafted per step when right ones are kept."""
+    drafted rows that choose; ``drafts``: tokens drafted per step when right ones are kept,
+    as far as ``trust`` goes (``selection/trust.py``; 1 keeps them all)."""
 
     budget: int = 512
     summary: str = "mean_var_int8"
     policy: str = "previous"
     heads: str = "none"
     cap: int = 2
-    floor: int = 1
-    sticky: float = 0.0
+    floor: int = FLOOR
+    sticky: float = STICKY
     decay: float = EMA_DECAY
     warmup: int = 0
     ahead: int = 1
     drafts: int = 4
+    trust: float = 0.25
     block: int = 16
     sink: int = 16
     recent: int = 64

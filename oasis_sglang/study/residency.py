@@ -16,6 +16,7 @@ from oasis_sglang.selection.caps import warm_cap
 from oasis_sglang.selection.controls import CONTROLS
 from oasis_sglang.selection.scorer import union
 from oasis_sglang.selection.summaries import SUMMARIES, Summary
+from oasis_sglang.selection.trust import missed_share, trusted_rows
 from oasis_sglang.study.model import Model, Prompt
 from oasis_sglang.study.policies import POLICIES, Setting
 from transport.layout import KVLayout
@@ -50,7 +51,7 @@ class Residency:
         selection = planner.initial_selection(ranking, self.whole, setting.budget // setting.block, sink, recent)
         self.working = selection.shape[1]
         self.sets = WorkingSets(self.layout, summary, sets=1, blocks=self.whole, working=self.working, sink=sink, recent=recent, device=model.device,
-                                dense=dense.nonzero()[0])
+                                dense=dense.nonzero()[0], floor=setting.floor, sticky=setting.sticky, decay=setting.decay)
         self.sets.acquire()
         for layer in range(model.layers):
             part = slice(layer * model.kv_heads, (layer + 1) * model.kv_heads)
@@ -95,6 +96,13 @@ class Residency:
         self.held[0, part] |= chosen
         return chosen
 
+    def trusted(self, queries: torch.Tensor) -> int:
+        """How many of the drafts after the first of the rows ``queries`` [R, S, G, D] may be accepted."""
+        if self.policy.now or self.everything or self.setting.trust >= 1:
+            return len(queries) - 1
+        missed = missed_share(self.mass(queries)[None], self.sets.slot_of >= 0)
+        return int(trusted_rows(missed, ~self.sets.dense, self.setting.trust)[0])
+
     def follow(self, queries: torch.Tensor, accepted: int) -> None:
         """After a step: ``queries`` [R, S, G, D] of its row and of the drafts after it, ``accepted`` of which were right and kept."""
         if self.policy.now or self.everything:
@@ -108,12 +116,10 @@ class Residency:
         self._plan(union(mass[None], torch.from_numpy(choosing).to(mass.device)), mass[None, accepted])
 
     def _plan(self, mass: torch.Tensor, actual: torch.Tensor) -> None:
-        """As ``WorkingSets.plan`` and the stepper do it, with the planner's options of the setting."""
+        """What the lookahead and the stepper do with it."""
         sets, setting = self.sets, self.setting
-        sets.ema.mul_(setting.decay).add_(mass, alpha=1 - setting.decay)
         cap = torch.from_numpy(warm_cap(setting.cap, sets.working[:1], np.array([len(self.fetched)]), setting.warmup)).to(mass.device)
-        plan = planner.plan(mass, sets.ema, sets.slot_of, sets.pinned([0], self.whole), self.w, self.blocks, self.held, sets.flying, cap, actual=actual,
-                            dense=sets.dense, floor=setting.floor, sticky=setting.sticky)
+        plan = sets.plan(np.zeros(1, np.int64), mass, actual, self.held.cpu().numpy(), sets.flying, cap)
         self.held[plan.fetch_request, plan.fetch_head, plan.fetch_block] = True
         here = self.held[plan.swap_request, plan.swap_head, plan.swap_block]
         sets.replace(*(part[here] for part in plan[:4]))

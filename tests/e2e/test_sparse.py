@@ -151,7 +151,7 @@ def test_the_counters_of_working_sets_move(stack, prompts):
     counted = worker(stack, "decode")
     totals = {**counted["totals"], **counted["working_sets"]["steps"]}
     elsewhere = {"waits", "waits_ended_by_bound", "plans_stale", "swaps_late"}  # test_sparse_lifecycle.py and chance
-    drafts = {"verify_steps", "drafts_proposed", "drafts_accepted", "tokens_accepted", "lookahead_rows"}  # test_speculation.py
+    drafts = {"verify_steps", "drafts_proposed", "drafts_accepted", "tokens_accepted", "lookahead_rows", "trust_wait_microseconds"}  # test_speculation.py
     assert {name for name in WORKING_SETS if not totals.get(name)} <= elsewhere | drafts | {"fetched_wasted"}
 
     def scraped():

@@ -61,7 +61,7 @@ def hold(tmp_path_factory):
 def stack(fresh_stack, architecture, model, expected, folder, hold):
     """Its budget holds any request; requests ask for less."""
     options = {"budget_tokens": tiny_models.CONTEXT, "sink_tokens": SINK * PAGE, "recent_tokens": RECENT * PAGE, "tail_tokens": 2 * PAGE,
-               "fetch_blocks_per_step": 0, "wait_seconds": 60.0, "summary": SUMMARY_OF[architecture], "trace_dir": str(folder), "hold_reads_file": str(hold)}
+               "fetch_blocks_per_step": 0, "hysteresis": 0, "wait_seconds": 60.0, "summary": SUMMARY_OF[architecture], "trace_dir": str(folder), "hold_reads_file": str(hold)}
     with fresh_stack("oasis", model=model, config=options, prefill_flags=("--chunked-prefill-size", "512")) as stack:
         yield stack
 

@@ -20,7 +20,7 @@ S, N, W, SINK, RECENT = LAYOUT.pieces, 24, 6, 1, 2
 
 
 def make(sets: int = 3) -> WorkingSets:
-    return WorkingSets(LAYOUT, SUMMARY, sets=sets, blocks=N, working=W, sink=SINK, recent=RECENT, device="cpu")
+    return WorkingSets(LAYOUT, SUMMARY, sets=sets, blocks=N, working=W, sink=SINK, recent=RECENT, device="cpu", sticky=0)
 
 
 def keys(seed: int, *shape: int) -> torch.Tensor:
@@ -142,7 +142,8 @@ def planned(sets: WorkingSets, order: list[int], blocks: dict[int, int], seed: i
     n = max(blocks.values())
     queries = torch.randn((len(order), S, 1, 2, 8), generator=torch.Generator().manual_seed(seed))
     mass = scored(sets, order, queries, n)
-    return queries, sets.plan(np.array(order), mass, mass, np.zeros((len(order), S, n), bool), torch.zeros(len(order), dtype=torch.int64))
+    return queries, sets.plan(np.array(order), mass, mass, np.zeros((len(order), S, n), bool), sets.flying[order, :, :n],
+                              torch.zeros(len(order), dtype=torch.int64))
 
 
 def scored(sets: WorkingSets, order: list[int], queries: torch.Tensor, n: int) -> torch.Tensor:
@@ -200,7 +201,7 @@ def test_plans_of_several_sets_do_not_depend_on_their_order():
         held = np.random.default_rng(1).random((3, S, 24)) < 0.3
         sets.flying[:] = torch.from_numpy(np.random.default_rng(2).random((3, S, N)) < 0.3)
         mass = scored(sets, order, every[order], n)
-        plan = sets.plan(np.array(order), mass, mass, held[order][:, :, :n], torch.ones(len(order), dtype=torch.int64))
+        plan = sets.plan(np.array(order), mass, mass, held[order][:, :, :n], sets.flying[order, :, :n], torch.ones(len(order), dtype=torch.int64))
         swaps = zip(*(t.tolist() for t in plan[:4]))
         fetches = zip(*(t.tolist() for t in plan[4:7]))
         return ({(order[r], *rest) for r, *rest in swaps}, {(order[r], *rest) for r, *rest in fetches}, sets, held)
