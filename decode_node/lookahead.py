@@ -84,6 +84,7 @@ class Lookahead:
         self.heads = {"misses": np.zeros(lay.pieces, np.int64), "wanted": np.zeros(lay.pieces, np.int64), "missed_mass": np.zeros(lay.pieces)}
         """By (layer, KV head), over all request steps so far."""
         self._selects = ~sets.dense.cpu().numpy()
+        self._heads = (~sets.dense).nonzero()[:, 0]
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="oasis-lookahead")
         self._stream = torch.cuda.Stream(device) if sets.raw.is_cuda else None
         self._jobs: list[Future] = []
@@ -130,7 +131,7 @@ class Lookahead:
         self.wait()
         step = self._step
         rows = np.full(step.batch, step.rows - 1)
-        rows[step.at] = trusted_rows(step.missed, ~self.sets.dense, self.trust).cpu().numpy()
+        rows[step.at] = trusted_rows(step.missed, self._heads, self.trust).cpu().numpy()
         self.totals["trust_wait_microseconds"] += int((time.perf_counter() - started) * 1e6)
         return rows
 

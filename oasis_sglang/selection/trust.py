@@ -19,17 +19,16 @@ def missed_share(mass: torch.Tensor, resident: torch.Tensor) -> torch.Tensor:
     return mass.masked_fill(resident[:, None], 0).sum(3) / mass.sum(3).clamp(min=torch.finfo(torch.float32).tiny)
 
 
-def trusted_rows(missed: torch.Tensor, selects: torch.Tensor, limit: float) -> torch.Tensor:
+def trusted_rows(missed: torch.Tensor, heads: torch.Tensor, limit: float) -> torch.Tensor:
     """How many drafted rows may be believed, int64 [b], 0 to R - 1.
 
-    ``missed``: float32 [b, R, S] of ``missed_share``, row 0 the newest real one; ``selects``: bool [S], heads that count. A row
+    ``missed``: float32 [b, R, S] of ``missed_share``, row 0 the newest real one; ``heads``: int64 [k], those that select. A row
     is believed when those before it are, and when it misses at most ``limit`` more than row 0, on average over the twentieth
     of the heads where the difference is largest. Without such heads every row is believed; with a ``limit`` of 0 none is.
     """
     b, rows, _ = missed.shape
-    count = int(selects.sum())
-    if not count:
+    if not len(heads):
         return torch.full((b,), rows - 1, dtype=torch.int64, device=missed.device)
-    excess = (missed[:, 1:] - missed[:, :1]).clamp(min=0)[..., selects]
-    worst = excess.topk(-(-count // WORST_SHARE), 2).values.mean(2)
+    excess = (missed[:, 1:] - missed[:, :1]).clamp(min=0)[..., heads]
+    worst = excess.topk(-(-len(heads) // WORST_SHARE), 2).values.mean(2)
     return (worst < limit).long().cumprod(1).sum(1)

@@ -101,7 +101,7 @@ class Residency:
         if self.policy.now or self.everything or self.setting.trust >= 1:
             return len(queries) - 1
         missed = missed_share(self.mass(queries)[None], self.sets.slot_of >= 0)
-        return int(trusted_rows(missed, ~self.sets.dense, self.setting.trust)[0])
+        return int(trusted_rows(missed, (~self.sets.dense).nonzero()[:, 0], self.setting.trust)[0])
 
     def follow(self, queries: torch.Tensor, accepted: int) -> None:
         """After a step: ``queries`` [R, S, G, D] of its row and of the drafts after it, ``accepted`` of which were right and kept."""

@@ -7,6 +7,8 @@ wrong with the lane, the compact rows or the drafts' pages changes a token.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import matrix
@@ -88,6 +90,22 @@ def test_aborts_during_verification_leave_nothing_behind(stack, prompts):
 
 def test_accepted_drafts_are_kept(stack, prompt_maker):
     assert accept_length(stack.url, prompt_maker.chat("Repeat this line again and again: one two three four five six.\n" * 20)) > 1.3
+
+
+def test_top_shows_what_runs(stack, prompts):
+    def top(*options):
+        return subprocess.run([sys.executable, "-P", "-m", "oasis_sglang.cli", "top", *options], capture_output=True, text=True, timeout=60)
+
+    _, decode = pair(stack, prompts[5], max_new_tokens=1500)
+    wait_for(lambda: worker(stack, "decode")["working_sets"]["lane"]["tokens"] > 0, "it runs", 60)
+    shown = top(stack.urls["decode"], "--once", "--interval", "1")
+    decode.abort()
+    decode.result()
+    assert shown.returncode == 0 and "serving" in shown.stdout and "dense lane" in shown.stdout, shown.stdout + shown.stderr
+    derived = json.loads(top(stack.urls["decode"], "--json", "--interval", "0.2").stdout)
+    assert derived["total"]["tokens_per_verify"] > 1
+    assert top(stack.urls["prefill"], "--once").returncode == 1
+    assert_baseline(stack)
 
 
 def test_some_heads_critical_the_others_select_and_look_ahead(oasis_stack, profiles, prompts):
