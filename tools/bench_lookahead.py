@@ -25,7 +25,7 @@ from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.stack import Stack, StackSpec, import_environment
 
-PARTS = ("score_microseconds", "plan_microseconds", "plan_wait_microseconds")
+PARTS = ("score_microseconds", "plan_microseconds", "plan_wait_microseconds", "trust_wait_microseconds")
 
 
 def counted(stack: Stack) -> dict:
@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, choices=(4, 30), default=30)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", default="needle,agent,code_argparse,prose")
+    parser.add_argument("--cases", default="needle,prose", help="the prompts of all cases have to fit the prefill pool of 16,000 tokens")
     parser.add_argument("--output", type=int, default=64)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--profile", default="")
