@@ -12,7 +12,9 @@ from rich.text import Text
 from oasis_sglang.top import PHASES
 
 MOST_REQUESTS = 20
-_REQUEST = ("rid", "state", "prompt", "blocks", "working", "tail", "selecting", "steps", "pulled_bytes")
+_REQUEST = {"rid": "rid", "state": "state", "prompt": "prompt", "blocks": "blocks", "working": "work", "tail": "tail", "selecting": "sel", "steps": "steps",
+            "pulled_bytes": "pulled"}
+"""Columns of the table of requests and their headings; all of it fits 80 columns."""
 
 
 def number(value: float | None, unit: str = "") -> str:
@@ -125,8 +127,8 @@ def _requests(figures: dict) -> RenderableType:
     columns = [column for column in _REQUEST if any(column in request for request in requests)]
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, title_justify="left", title=title)
     for column in columns:
-        table.add_column(column.partition("_")[0], justify="left" if column in ("rid", "state") else "right", no_wrap=True,
-                         max_width=16 if column == "rid" else None)
+        table.add_column(_REQUEST[column], justify="left" if column in ("rid", "state") else "right", no_wrap=True,
+                         max_width=12 if column == "rid" else None)
     for request in requests[:MOST_REQUESTS]:
         table.add_row(*(_cell(column, request) for column in columns))
     if len(requests) > MOST_REQUESTS:
@@ -138,6 +140,8 @@ def _cell(column: str, request: dict) -> str:
     value = request.get(column)
     if column == "pulled_bytes":
         return size(value)
+    if column == "selecting":
+        return "yes" if value else "no"
     return number(value) if isinstance(value, (int, float)) or value is None else str(value)
 
 
