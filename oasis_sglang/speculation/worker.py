@@ -1,7 +1,7 @@
 """The speculative worker: SGLang's n-gram worker with drafts from a ``DraftSource``, always in chains.
 
-It tells a decode node's coordinator twice what it needs for looking ahead: ``batch.spec_info.draft_counts`` before the verify
-forward (which rows are guesses), ``coordinator.verified`` after it (which came true).
+Between the verify forward and sampling it asks a decode node's coordinator how far the drafts may be believed
+(``coordinator.trusted``); after sampling it says what came true (``coordinator.verified``).
 """
 
 from __future__ import annotations
