@@ -11,7 +11,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,8 @@ from decode_node.lane import DenseLane
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.pool import NO_SPECULATION, CompactAllocator, VirtualHostPool
-from decode_node.pull import Pull
+from decode_node.pull import DONE, SERVING, Pull
+from decode_node.reuse import Reuse
 from transport.errors import CapacityError, ConfigError
 
 log = logging.getLogger("oasis.decode")
@@ -53,6 +54,8 @@ class Coordinator:
         self.lane = lane
         self.entries: dict[int, Entry] = {}
         self.waiting: list[Entry] = []
+        self.crowded: list[Entry] = []
+        """Granted, but another admission is bringing blocks that they share with it."""
         self.parked: dict[int, Parked] = {}
         """By row, from ``retract_req`` until SGLang takes them over with ``park``."""
         self.parked_pages = 0
@@ -74,9 +77,10 @@ class Coordinator:
         self.req_to_host_pool_allocated_len = torch.zeros(0, dtype=torch.int64)
         self.ack_staging_queue: list = []
 
-    def bind(self, *, pieces: PoolPieces, sets, cache, stepper, puller, admit: Callable[[Entry], None], trace=None) -> None:
+    def bind(self, *, pieces: PoolPieces, sets, cache, stepper, reuse: Reuse, puller, admit: Callable[[Entry], None], trace=None) -> None:
         """``admit(entry)`` starts the pull of a request that has been granted what it needs."""
-        self.pieces, self.sets, self.cache, self.stepper, self.puller, self.admit, self.trace = pieces, sets, cache, stepper, puller, admit, trace
+        self.pieces, self.sets, self.cache, self.stepper, self.reuse = pieces, sets, cache, stepper, reuse
+        self.puller, self.admit, self.trace = puller, admit, trace
 
     # -- admission ----------------------------------------------------------------------------------------------
 
@@ -109,6 +113,13 @@ class Coordinator:
             need = entry.need
             self.table.bind(entry.row, entry.pages, tokens=entry.prompt, working=min(entry.prompt // self.page, need.working),
                             most_working=need.working, most_tail=need.tail)
+            self._start(entry)
+
+    def _start(self, entry: Entry) -> None:
+        if self.reuse.crowded(entry):
+            self.crowded.append(entry)
+        else:
+            self.reuse.begin(entry)
             self.admit(entry)
 
     def _granted(self, entry: Entry) -> bool:
@@ -126,6 +137,7 @@ class Coordinator:
             if self.lane is not None and not self.lane.take(entry.set, lane_tokens):
                 raise AssertionError("lane pages were free and are not")
         entry.pages = self._allocate(need.pages)
+        self.reuse.take(entry)
         return True
 
     def _first_room(self, need: Need) -> int:
@@ -238,21 +250,28 @@ class Coordinator:
         # Before SGLang frees the logical ids: it would free again every page that they still point to.
         self.mapping[self.req_to_token[row, : req.kv.kv_allocated_len].long()] = 0
         if entry := self.entries.pop(row, None):
-            self._release(entry)
+            ran = entry.pull.state in (SERVING, DONE)
+            self._release(entry, [*req.origin_input_ids, *req.output_ids][:-1] if ran else [])  # nothing was computed from the last one
 
-    def _release(self, entry: Entry) -> None:
+    def forget(self) -> None:
+        """What no request holds is gone, and what is held serves no other any more."""
+        self.reuse.store.forget()
+
+    def _release(self, entry: Entry, tokens: Sequence[int] = ()) -> None:
+        """``tokens``: those whose KV it has, if another turn may come."""
         if entry.released:
             return
         entry.released = True
         if self.stepper is not None:
             self.stepper.settle()
+        self.reuse.keep(entry, tokens)
         if entry in self.waiting:
             self.waiting.remove(entry)
         self.puller.cancel(entry.pull, "the request ended on the decode node")
         self.puller.release(entry.pull)
+        self.reuse.release(entry)
         if entry.set is not None:
             self.stepper.totals["fetched_wasted"] += int(self.sets.ahead[entry.set].sum())
-            self.cache.drop(entry.set)
             self.cache.unreserve(entry.room)
             if self.lane is not None:
                 self.lane.give(entry.set)
@@ -307,6 +326,11 @@ class Coordinator:
         """Releases the retracted requests that SGLang has let go of, or never took over. At every turn of the scheduler: a
         finaliser may run on any thread, whatever locks that thread holds, so it only says what was dropped."""
         self.parked.clear()
+        if self.reuse.arrived() and self.crowded:
+            crowded, self.crowded = self.crowded, []
+            for entry in crowded:
+                if not entry.released:
+                    self._start(entry)
         while self._dropped:
             entry = self._dropped.popleft()
             self.parked_pages -= entry.need.pages
@@ -319,7 +343,7 @@ class Coordinator:
                 "physical_tokens": self.physical.size, "physical_tokens_peak": self.peak_pages * self.page, "batch_peak": self.peak_batch,
                 "sets": self.sets.size, "leaks": self.leaks, "steps": dict(stepper.totals),
                 "stalls": stepper.stalls.report(), "heads": {name: a.tolist() for name, a in stepper.lookahead.heads.items()},
-                "live_requests": self._live(),
+                "live_requests": self._live(), "reuse": self.reuse.report(),
                 "lane": None if lane is None else {"heads": len(lane.pieces), "bytes": lane.kv.nbytes + lane.table.nbytes, "tokens": lane.used_tokens,
                                                    "capacity_tokens": lane.capacity, "peak_tokens": lane.peak_tokens},
                 "host_cache": {"capacity_bytes": cache.capacity * cache.piece_bytes, "used_bytes": cache.used_bytes, "peak_bytes": cache.peak_bytes,
@@ -343,7 +367,7 @@ class Coordinator:
         mapped = int((self.mapping[:-1] >= self.page).sum())  # warm-up requests write to the padding page
         lane_tokens = self.lane.used_tokens if self.lane is not None else 0
         return {"pages": self.used_pages, "mapped": mapped, "sets": self.sets.size - self.sets.free, "waiting": len(self.waiting),
-                "parked_pages": self.parked_pages, "lane_tokens": lane_tokens, **{f"cache_{k}": v for k, v in self.cache.scan().items() if k != "free"}}
+                "parked_pages": self.parked_pages, "lane_tokens": lane_tokens, "blocks": self.reuse.store.held, "cache_pinned": self.cache.scan()["pinned"]}
 
     def get_token_stats(self) -> HiSparseTokenStats:
         pages, size = self.used_pages * self.page, self.physical.size

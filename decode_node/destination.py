@@ -31,7 +31,7 @@ class Destination(Protocol):
 
 
 class WholePages:
-    """Every record of the prompt, over pages int64 [pages of the prompt] of a KV pool."""
+    """Records of the prompt, over pages int64 [pages of the prompt] of a KV pool; -1: not to be pulled, it is there already."""
 
     keeps_lease = False
 
@@ -44,16 +44,17 @@ class WholePages:
             raise RoomFailed("prefill and decode disagree on the prompt", room=pull.room, peer=pull.source,
                              limit=f"{len(self.pages)} pages here, {len(pull.records)} committed")
         whole = pull.manifest.prompt_tokens // self.layout.block_tokens
-        return [self._job(pull, "records", slice(0, whole)), self._job(pull, "partial_page", slice(whole, len(pull.records)))]
+        wanted = np.flatnonzero(self.pages >= 0)
+        return [self._job(pull, "records", wanted[wanted < whole]), self._job(pull, "partial_page", wanted[wanted >= whole])]
 
     def more(self, pull: Pull) -> list[Job]:
         return []
 
-    def _job(self, pull: Pull, phase: str, span: slice) -> Job:
-        records, generations, roots, pages = (a[span] for a in (pull.records, pull.generations, pull.roots, self.pages))
+    def _job(self, pull: Pull, phase: str, which: np.ndarray) -> Job:
+        records, roots, pages = (a[which] for a in (pull.records, pull.roots, self.pages))
 
         def accept(payloads: np.ndarray, start: int, stop: int) -> None:
-            verify_records(payloads, generations[start:stop], roots[start:stop], records[start:stop], self.layout, peer=pull.link.peer, room=pull.room)
+            verify_records(payloads, roots[start:stop], records[start:stop], self.layout, peer=pull.link.peer, room=pull.room)
             self.sink.scatter(payloads, pages[start:stop])
 
         return Job(pull, phase, pull.link.welcome.geometry.payload_offsets(records), self.layout.payload_bytes, accept)

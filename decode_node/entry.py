@@ -30,7 +30,8 @@ class Swaps(NamedTuple):
 class Entry:
     """Owner: the coordinator. ``row``: SGLang's request row; ``set``: its working set, None while all its blocks fit.
 
-    ``digests`` uint64 [whole, S]: checksums of the prompt's pieces, known once the index has landed.
+    ``numbers`` int64 [n]: of its blocks so far, less those in the tail; None: this node keeps nothing of it. ``digests`` uint64
+    [whole, S]: checksums of the prompt's pieces in the tier, known once the index has landed.
     """
 
     row: int
@@ -43,6 +44,9 @@ class Entry:
     """Takes the hand-over row when the pull is complete."""
     pages: np.ndarray | None = None
     set: int | None = None
+    numbers: np.ndarray | None = None
+    epoch: int = 0
+    """Of the store when it took its numbers: what was computed before a flush is not found after it."""
     digests: np.ndarray | None = None
     swaps: Swaps = field(default_factory=Swaps.none)
     step: int = 0

@@ -1,7 +1,9 @@
 """The host cache: bounded memory on the decode node for pieces that were pulled and for generated blocks that were sealed.
 
-What a tier holds as well may be evicted, least recently used first. What exists nowhere else is *pinned*, and only goes with
-its request; room for it is reserved beforehand, so that keeping it cannot fail.
+A piece belongs to a block, which has a number (``block_store.py``); several requests may share it. What a tier holds as well
+may be evicted, the least valuable first: that is the longest unused, and ``worth`` says how much slower than others a block's
+pieces age. What a running request needs and exists nowhere else is *pinned*; room for it is reserved beforehand, so that
+keeping it cannot fail.
 """
 
 from __future__ import annotations
@@ -20,24 +22,24 @@ EVICTED_SHARE = 16
 
 
 class HostCache:
-    """Pieces of ``piece_bytes`` by (set, piece, block), in at most ``capacity_bytes``. Thread safe.
+    """Pieces of ``piece_bytes`` by (piece, number of the block), in at most ``capacity_bytes``. Thread safe.
 
-    ``slot`` int32 [sets, pieces, blocks] says where in ``memory`` uint8 [capacity, piece_bytes] a piece is, -1: nowhere.
+    ``slot`` int32 [pieces, numbers] says where in ``memory`` uint8 [capacity, piece_bytes] a piece is, -1: nowhere.
     Pages of ``memory`` are taken from the system when first used; with ``pin`` at once, locked for CUDA.
 
-    Owner of a set's pieces is who has the set, and ends them with ``drop``. At all times
+    ``worth(numbers int64 [n])`` float [n], set by who owns the blocks, who also ends their pieces with ``drop``. At all times
     ``pinned <= reserved <= capacity``, and pieces that are not pinned leave ``reserved`` room alone or make way for it.
     """
 
-    def __init__(self, sets: int, pieces: int, blocks: int, piece_bytes: int, capacity_bytes: int, pin: bool = False, *,
+    def __init__(self, pieces: int, numbers: int, piece_bytes: int, capacity_bytes: int, pin: bool = False, *,
                  clock: Callable[[], float] = time.monotonic):
         """Raises ``ConfigError`` on sizes that cannot be, ``CapacityError`` when the memory is not to be had."""
         self.piece_bytes, self.capacity = piece_bytes, capacity_bytes // max(1, piece_bytes)
-        if min(sets, pieces, blocks, piece_bytes) < 1 or not 0 <= self.capacity < 1 << 31:
-            raise ConfigError("impossible size of a host cache", limit=f"{sets} x {pieces} x {blocks} pieces of {piece_bytes} bytes in {capacity_bytes}")
+        if min(pieces, numbers, piece_bytes) < 1 or not 0 <= self.capacity < 1 << 31:
+            raise ConfigError("impossible size of a host cache", limit=f"{pieces} x {numbers} pieces of {piece_bytes} bytes in {capacity_bytes}")
         try:
             self.memory = _memory(self.capacity, piece_bytes, pin)
-            self.slot = np.full((sets, pieces, blocks), -1, np.int32)
+            self.slot = np.full((pieces, numbers), -1, np.int32)
             self._table = self.slot.reshape(-1)
             # By slot: whose piece it holds (index into the table, -1: nobody's), when it was last used, whether it may go.
             self._owner = np.full(self.capacity, -1, np.int64)
@@ -49,6 +51,7 @@ class HostCache:
         self._free_count = self.capacity
         self._pinned_count = self._reserved = self._peak = self._uses = 0
         self.evicted = self.uncached = 0
+        self.worth: Callable[[np.ndarray], np.ndarray] = lambda numbers: np.ones(len(numbers))
         self._lock = threading.Lock()
         self._clock = clock
         self._started = self._weighed_at = clock()
@@ -88,11 +91,11 @@ class HostCache:
 
     # -- pieces -------------------------------------------------------------------------------------------------
 
-    def insert(self, set: int, piece: np.ndarray, block: np.ndarray, data: np.ndarray, pinned: bool = False) -> None:
-        """Copies ``data`` uint8 [n, piece_bytes], the pieces ``piece`` int [n] of blocks ``block`` int [n]; what was there
+    def insert(self, piece: np.ndarray, number: np.ndarray, data: np.ndarray, pinned: bool = False) -> None:
+        """Copies ``data`` uint8 [n, piece_bytes], the pieces ``piece`` int [n] of blocks ``number`` int [n]; what was there
         is replaced. Without room for all that is not pinned the rest is left out and counted in ``uncached``. ``pinned``
         needs reserved room: raises ``CapacityError`` without it, and then nothing has changed."""
-        keys = self._keys(set, piece, block)
+        keys = self._keys(piece, number)
         if data.shape != (len(keys), self.piece_bytes):
             raise ValueError(f"{len(keys)} pieces of {self.piece_bytes} bytes, and data of shape {data.shape}")
         with self._lock:
@@ -125,10 +128,10 @@ class HostCache:
             self.memory[slots] = data
             self._used_at[slots] = now + there
 
-    def read(self, set: np.ndarray, piece: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """A copy uint8 [n, piece_bytes] of pieces given by three int [n], and bool [n]: which of them are here (zeros
+    def read(self, piece: np.ndarray, number: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """A copy uint8 [n, piece_bytes] of pieces ``piece`` int [n] of blocks ``number`` int [n], and bool [n]: which of them are here (zeros
         stand for the others)."""
-        keys = self._keys(set, piece, block)
+        keys = self._keys(piece, number)
         with self._lock:
             slots = self._table[keys]
             here = slots >= 0
@@ -140,20 +143,29 @@ class HostCache:
             data[here] = self.memory.take(slots[here], axis=0)
             return data, here
 
-    def held(self, sets: np.ndarray, blocks: int) -> np.ndarray:
-        """bool [b, pieces, blocks]: which of the first ``blocks`` blocks of ``sets`` int [b] are here. Counts as no use."""
+    def held(self, numbers: np.ndarray) -> np.ndarray:
+        """bool [pieces, *]: which pieces of blocks ``numbers`` int [*] are here. Counts as no use."""
         with self._lock:
-            return self.slot[np.asarray(sets), :, :blocks] >= 0
+            return self.slot[:, numbers] >= 0
 
-    def drop(self, set: int) -> None:
-        """Frees all pieces of a set, pinned ones too; the reservation is its owner's to give back. Idempotent."""
-        if not 0 <= set < len(self.slot):
-            raise ValueError(f"set {set} of {len(self.slot)}")
+    def drop(self, numbers: np.ndarray) -> None:
+        """Frees all pieces of distinct blocks ``numbers`` int64 [n], pinned ones too; a reservation is its owner's to give back.
+        Idempotent. Raises ``ValueError`` for a number outside the table."""
+        self._check(numbers)
         with self._lock:
-            table = self.slot[set]
+            table = self.slot[:, numbers]
+            self.slot[:, numbers] = -1
+            self._vacate(table[table >= 0])
+
+    def unpin(self, numbers: np.ndarray) -> None:
+        """The pieces of distinct blocks ``numbers`` int64 [n] may go from now on, like those that a tier has. Idempotent. Raises
+        ``ValueError`` for a number outside the table."""
+        self._check(numbers)
+        with self._lock:
+            table = self.slot[:, numbers]
             slots = table[table >= 0]
-            table.fill(-1)
-            self._vacate(slots)
+            self._pinned_count -= int(self._pinned[slots].sum())
+            self._pinned[slots] = False
 
     # -- room for pinned pieces -----------------------------------------------------------------------------------
 
@@ -165,17 +177,21 @@ class HostCache:
             return fits
 
     def unreserve(self, n: int) -> None:
-        """Takes back a promise, once ``drop`` has freed what used it. Raises ``ValueError`` for more than was promised."""
+        """Takes back a promise, once ``drop`` or ``unpin`` has ended its use. Raises ``ValueError`` for more than was promised."""
         with self._lock:
             if not 0 <= n <= self._reserved:
                 raise ValueError(f"{n} pieces were never reserved")
             self._reserved -= n
 
+    def _check(self, numbers: np.ndarray) -> None:
+        if len(numbers) and not 0 <= numbers.min() <= numbers.max() < self.slot.shape[1]:
+            raise ValueError(f"blocks {numbers.min()} to {numbers.max()} of {self.slot.shape[1]}")
+
     # -- under the lock -------------------------------------------------------------------------------------------
 
-    def _keys(self, set, piece: np.ndarray, block: np.ndarray) -> np.ndarray:
+    def _keys(self, piece: np.ndarray, number: np.ndarray) -> np.ndarray:
         """int64 [n] into the table. Raises ``ValueError`` for what is outside it."""
-        return np.ravel_multi_index((np.broadcast_to(set, np.shape(piece)), piece, block), self.slot.shape).astype(np.int64, copy=False)
+        return np.ravel_multi_index((piece, number), self.slot.shape).astype(np.int64, copy=False)
 
     def _place(self, keys: np.ndarray, pinned: bool) -> None:
         """Gives free slots to distinct ``keys`` that have none."""
@@ -194,7 +210,8 @@ class HostCache:
         candidates = np.flatnonzero((self._owner >= 0) & ~self._pinned & (self._used_at < now))
         n = min(len(candidates), max(need, self.capacity // EVICTED_SHARE))
         if n < len(candidates):
-            candidates = candidates[np.argpartition(self._used_at[candidates], n)[:n]]
+            age = (now - self._used_at[candidates]) / self.worth(self._owner[candidates] % self.slot.shape[1])
+            candidates = candidates[np.argpartition(-age, n)[:n]]
         self._table[self._owner[candidates]] = -1
         self._vacate(candidates)
         self.evicted += n

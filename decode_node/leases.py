@@ -29,7 +29,7 @@ class LeaseKeeper:
         """One message per tier keeps all its leases alive, and tells a dead tier from a slow one."""
         if now < self._renew_at:
             return
-        for link in self.links.values():
+        for link in list(self.links.values()):
             if link.welcome is None or link.error is not None:
                 continue
             held = [p for p in self.live if p.link is link and p.manifest is not None]

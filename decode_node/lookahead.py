@@ -183,11 +183,10 @@ class Lookahead:
         queries = tapped[first:last, at].float().mul_(self.scale).view(last - first, b, step.rows, lay.kv_heads, self.group, lay.head_dim)
         queries = queries.permute(1, 0, 3, 2, 4, 5).reshape(b, (last - first) * lay.kv_heads, step.rows, self.group, lay.head_dim)
         part = slice(first * lay.kv_heads, last * lay.kv_heads)
-        blocks = torch.from_numpy(self.sets.blocks[step.sets]).to(device)
-        sets, n = torch.from_numpy(step.sets).to(device), step.mass.shape[3]
-        step.mass[:, :, part] = mass = self.sets.score(sets, part, queries, blocks, n)
+        n = step.mass.shape[3]
+        step.mass[:, :, part] = mass = self.sets.score(step.sets, part, queries, n)
         if step.rows > 1 and self.trust < 1:
-            step.missed[:, :, part] = missed_share(mass, self.sets.slot_of[sets, part, :n] >= 0)
+            step.missed[:, :, part] = missed_share(mass, self.sets.slot_of[torch.from_numpy(step.sets).to(device), part, :n] >= 0)
 
     def _plan(self, step: Step | None, accept_lens: torch.Tensor | None, drafts: np.ndarray | None) -> tuple[Step, list[Swaps]] | None:
         accepted = None if accept_lens is None else accept_lens.cpu().numpy().astype(np.int64)
@@ -205,7 +204,7 @@ class Lookahead:
         flying = self.sets.flying[torch.from_numpy(step.sets).to(device), :, :n]
         if self._stream is not None:
             self._stream.synchronize()
-        held = self.cache.held(step.sets, n)
+        held = self.cache.held(self.sets.number[step.sets, :n]).transpose(1, 0, 2)
         cap = warm_cap(self.cap, self.sets.working[step.sets], np.array([e.steps for e in step.entries]), self.warmup)
         plan = self.sets.plan(step.sets, mass, actual, held, flying, torch.from_numpy(cap).to(device))
         self._count(step, plan, choosing)

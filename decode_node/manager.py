@@ -45,7 +45,8 @@ class OasisDecodeManager(CommonKVManager):
 
     def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report, fetch) -> None:
         """``report()`` -> what ``/server_info`` shows beside the puller's counters; ``fetch(req, pull, pages, write_row)``
-        has a committed prompt pulled, to SGLang's ``pages`` int64 [n] or wherever else requests live on this node."""
+        has a committed prompt pulled, to SGLang's ``pages`` int64 [pages of the prompt] (-1: this node has it) or wherever else
+        requests live on this node."""
         self.puller, self.layout, self.fingerprint, self._report, self.fetch = puller, layout, fingerprint, report, fetch
         puller.start()
         self._start_heartbeat_checker_thread()
@@ -164,14 +165,16 @@ class OasisReceiver(CommonKVReceiver):
 
     def send_metadata(self, kv_indices, aux_index=None, state_indices=None, decode_prefix_len=None,
                       destination=KVTransferDestination.DEVICE, **_):
-        if decode_prefix_len or destination != KVTransferDestination.DEVICE:
+        here, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
+        if rest or destination != KVTransferDestination.DEVICE:
             # Both come from options that are refused at start; whoever gets round that loses this request, not the server.
-            self.error = ConfigError("Oasis pulls whole prompts into device pages", room=self.bootstrap_room)
+            self.error = ConfigError("Oasis pulls whole pages into the KV pool", room=self.bootstrap_room)
             self._cancel(str(self.error))
             self.conclude_state = KVPoll.Failed
             return
         try:
-            self.kv_mgr.fetch(self.req, self.pull, np.array(kv_indices, dtype=np.int64), self.kv_mgr.row_writer(aux_index))
+            pages = np.concatenate([np.full(here, -1), kv_indices]).astype(np.int64)
+            self.kv_mgr.fetch(self.req, self.pull, pages, self.kv_mgr.row_writer(aux_index))
         except OasisError as error:  # options of this request, or more than this node can hold
             self.error = error
             self._cancel(str(error))

@@ -21,6 +21,7 @@ from decode_node.tier_link import TierLink
 from transport import messages as m
 from transport.errors import LayoutMismatch, OasisError, ProtocolError
 from transport.layout import KVLayout
+from transport.records import HASH_BYTES, split_hashes
 
 if TYPE_CHECKING:
     from decode_node.destination import Destination
@@ -54,8 +55,9 @@ class PullLimits:
 class Pull:
     """One request on one rank. Owner: its receiver; only the puller's thread writes ``state``.
 
-    From READY on: ``records`` int64, ``generations`` and ``roots`` uint64 [pages of the prompt]; ``ranking`` int64
-    [pieces, k], for each (layer, KV head) the whole blocks its last tokens attend to most, best first (k may be 0).
+    From READY on: ``records`` int64, ``generations`` and ``roots`` uint64 [pages of the prompt]; ``hashes`` of its whole
+    pages, a chain that starts from the manifest's ``seed`` (empty: never shared); ``ranking`` int64 [pieces, k], for each
+    (layer, KV head) the whole blocks its last tokens attend to most, best first (k may be 0).
     ``lock`` is held while anything happens at its destination, and by whoever cancels or releases it.
     """
 
@@ -68,12 +70,19 @@ class Pull:
     cancelled: bool = False
     released: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+    asked: set[TierLink] = field(default_factory=set)
+    """Where the room is awaited."""
+    moves: int = 0
+    doubt: OasisError | None = None
+    """Why the first of those asked does not have it."""
     link: TierLink | None = None
+    """To the tier that has it, from READY on."""
     manifest: m.Manifest | None = None
     lease_expires: float = 0.0
     records: np.ndarray | None = None
     generations: np.ndarray | None = None
     roots: np.ndarray | None = None
+    hashes: list[bytes] = field(default_factory=list)
     ranking: np.ndarray | None = None
     destination: Destination | None = None
     write_row: Callable[[tuple[bytes, ...]], None] | None = None
@@ -103,6 +112,9 @@ class Pull:
         self.generations = m.unpack(manifest.generations, "u8", count=pages)
         self.roots = m.unpack(manifest.roots, "u8", count=pages)
         self.link.welcome.geometry.payload_offsets(self.records)
+        self.hashes = split_hashes(manifest.hashes, room=self.room, peer=peer)
+        if len(self.hashes) not in (0, whole) or (self.hashes and len(manifest.seed) != HASH_BYTES):
+            raise ProtocolError("hashes that are not those of the prompt's whole pages", room=self.room, peer=peer, limit=f"{whole} pages")
         ranking = m.unpack(manifest.ranking, "u4", limit=layout.pieces * whole).astype(np.int64)
         if ranking.size % layout.pieces:
             raise ProtocolError("a ranking that does not cover every (layer, KV head)", room=self.room, peer=peer, limit=f"{layout.pieces} pieces")

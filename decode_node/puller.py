@@ -10,20 +10,23 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import numpy as np
 import zmq
 
 from decode_node.destination import Destination
+from decode_node.donor import Donor
 from decode_node.leases import LeaseKeeper
 from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, SERVING, Event, Pull, PullLimits
 from decode_node.reader import Job, JobReader
+from decode_node.rooms import RoomFinder
 from decode_node.tier_link import TierLink
 from transport import messages as m
 from transport.dataplane import DataPlane
-from transport.errors import DeadlineExceeded, OasisError, PeerLost, ProtocolError, RoomFailed
+from transport.errors import DeadlineExceeded, OasisError, PeerLost, RoomFailed
 from transport.layout import KVLayout
 from transport.staging import Staging
 
@@ -36,7 +39,8 @@ RESOLVERS = 8
 
 
 class Puller:
-    """Owner of the requests and the links to tiers; its ``reader`` owns the reads, its ``leases`` the leases.
+    """Owner of the requests and the links to tiers; its ``rooms`` find what was committed, its ``reader`` owns the reads, its
+    ``leases`` the leases.
 
     ``resolve(source)`` -> peer row of a prefill node (blocking HTTP; runs on a small pool so that a dead node delays
     nobody else); ``forget(control address)`` says that what ``resolve`` cached about a tier is void; ``sample()`` is
@@ -54,7 +58,9 @@ class Puller:
         self.reports: dict[str, dict] = {}
         self.links: dict[str, TierLink] = {}
         self.leases = LeaseKeeper(self.links, self.live, limits.silence_seconds, lost=self._give_up)
+        self.rooms = RoomFinder(rank, limits, self.totals, self.leases, connect=self._link, found=self._found, fail=self._give_up, later=self._post)
         self.reader = JobReader(plane, staging, limits, self.totals, finished=self._finished, fail=self._give_up, guard=self._guard)
+        self.donor = Donor(self.totals, limits.silence_seconds)
         self._inbox: list[tuple] = []
         self._inbox_lock = threading.Lock()
         self._context = zmq.Context()
@@ -104,9 +110,13 @@ class Puller:
             pull.released = True
         self._post(self._release, pull)
 
+    def donate(self, pull: Pull, depth: int, hashes: Sequence[bytes], payloads: np.ndarray, summaries: np.ndarray) -> None:
+        """Offers blocks to the tier that served ``pull`` (see ``Donor.give``). Nobody waits for it, and nothing comes of failing."""
+        self._post(self.donor.give, pull, depth, hashes, payloads, summaries)
+
     def source_lost(self, source: str) -> None:
-        """A prefill node is dead. What it committed stands; the rest fails soon, by the tier or by this."""
-        self._post(self._shorten, source)
+        """A prefill node is dead. What it committed stands, at its tier or at a memory node; the rest fails soon."""
+        self._post(self._source_lost, source)
 
     def close(self) -> None:
         self._stop = True
@@ -151,8 +161,8 @@ class Puller:
         self._drop_failed_links()
         self.reader.step(now)
         for pull in [p for p in self.live if now >= p.deadline]:
-            self._give_up(pull, DeadlineExceeded(f"request stayed in state {pull.state!r}", room=pull.room, peer=pull.source,
-                                                 limit=f"{self.limits.await_seconds} s"))
+            self._give_up(pull, pull.doubt or DeadlineExceeded(f"request stayed in state {pull.state!r}", room=pull.room, peer=pull.source,
+                                                               limit=f"{self.limits.await_seconds} s"))
         self.leases.process(now)
         self._drop_failed_links()
         if self.reader.staging.quarantined:
@@ -206,18 +216,13 @@ class Puller:
     def _resolved(self, source: str, answer: dict | OasisError) -> None:
         for pull in self._resolving.pop(source):
             if isinstance(answer, OasisError):
-                self._give_up(pull, answer)
+                self._guard(pull, self.rooms.unresolved, pull, answer)
             else:
-                self._guard(pull, self._await, pull, answer["control"])
+                self._guard(pull, self.rooms.begin, pull, answer["control"])
 
-    def _await(self, pull: Pull, address: str) -> None:
-        if pull.state != RESOLVING or pull.cancelled:
-            return
-        pull.link = self._link(address)
-        pull.state = AWAITING
-        seconds = max(0.0, pull.deadline - time.monotonic())
-        pull.link.request(m.Await, dict(room=pull.room, rank=self.rank, seconds=seconds), lambda reply: self._manifest(pull, reply),
-                          deadline=pull.deadline + self.limits.silence_seconds)
+    def _source_lost(self, source: str) -> None:
+        for pull in [p for p in self.live if p.source == source and p.state in (RESOLVING, AWAITING)]:
+            self.rooms.source_lost(pull)
 
     def _link(self, address: str) -> TierLink:
         link = self.links.get(address)
@@ -232,6 +237,7 @@ class Puller:
 
     def _linked(self, link: TierLink) -> None:
         self.leases.expect(link.welcome.lease_seconds)
+        self.rooms.welcomed(link)
         try:
             self.reader.attach(link)
         except OasisError as error:
@@ -250,25 +256,16 @@ class Puller:
         for link in [link for link in self.links.values() if link.error is not None]:
             self._drop_link(link)
 
-    def _manifest(self, pull: Pull, reply: m.Reply | OasisError) -> None:
-        if isinstance(reply, OasisError):
-            self._give_up(pull, reply)
-            return
-        if not isinstance(reply, m.Manifest):
-            self._give_up(pull, ProtocolError("the tier answered with something else than a manifest", room=pull.room, peer=pull.link.peer))
-            return
-        if pull.state != AWAITING or pull.cancelled:
-            self.leases.release(pull.link, reply.lease)
-            return
-        pull.manifest = reply
-        pull.lease_expires = time.monotonic() + reply.lease_seconds
-        self.leases.expect(reply.lease_seconds)
+    def _found(self, pull: Pull, link: TierLink, manifest: m.Manifest) -> None:
+        pull.link, pull.manifest = link, manifest
+        pull.lease_expires = time.monotonic() + manifest.lease_seconds
+        self.leases.expect(manifest.lease_seconds)
         try:
             pull.unpack(self.layout, self.fingerprint, self.rank)
         except OasisError as error:
             self._give_up(pull, error)
             return
-        n = len(m.encode(reply))
+        n = len(m.encode(manifest))
         pull.bytes_by_phase["manifest"] += n
         self.totals["bytes_manifest"] += n
         pull.deadline = float("inf")  # from here the lease and the reads have deadlines of their own
@@ -336,9 +333,7 @@ class Puller:
         if pull.released:
             self._release(pull)
             return
-        if pull.state == AWAITING and pull.link.error is None:
-            pull.link.request(m.Cancel, dict(room=pull.room, rank=self.rank), lambda reply: None,
-                              deadline=time.monotonic() + self.limits.silence_seconds)
+        self.rooms.withdraw(pull)
         self._refuse(pull, error)
         self._finish(pull)
 
@@ -367,9 +362,3 @@ class Puller:
         self.reports[name] = pull.report(self.layout.token_bytes)
         if len(self.reports) > REPORTED_REQUESTS:
             del self.reports[next(iter(self.reports))]
-
-    def _shorten(self, source: str) -> None:
-        soon = time.monotonic() + self.limits.silence_seconds
-        for pull in self.live:
-            if pull.source == source and pull.state in (RESOLVING, AWAITING):
-                pull.deadline = min(pull.deadline, soon)

@@ -23,6 +23,7 @@ from decode_node.host_cache import HostCache
 from decode_node.lookahead import Lookahead
 from decode_node.page_table import Fold, PageTable
 from decode_node.pieces import PoolPieces
+from decode_node.reuse import Reuse
 from decode_node.stalls import Stalls
 from decode_node.working_set import WorkingSets
 from transport.errors import CapacityError
@@ -31,9 +32,9 @@ from transport.errors import CapacityError
 class Stepper:
     """Owner of the folds that a step still has to do, and of each request's swaps; lives on the scheduler thread."""
 
-    def __init__(self, *, table: PageTable, sets: WorkingSets, cache: HostCache, pool: PoolPieces, lookahead: Lookahead, wait_seconds: float,
-                 totals: Counter[str]):
-        self.table, self.sets, self.cache, self.pool, self.lookahead, self.totals = table, sets, cache, pool, lookahead, totals
+    def __init__(self, *, table: PageTable, sets: WorkingSets, cache: HostCache, pool: PoolPieces, lookahead: Lookahead, reuse: Reuse,
+                 wait_seconds: float, totals: Counter[str]):
+        self.table, self.sets, self.cache, self.pool, self.lookahead, self.reuse, self.totals = table, sets, cache, pool, lookahead, reuse, totals
         self.wait_seconds = wait_seconds
         self.folds: list[Fold] = []
         self.stalls = Stalls()
@@ -90,9 +91,10 @@ class Stepper:
         sets = np.repeat([e.set for e in entries], counts)
         rows = np.repeat([e.row for e in entries], counts)
         pieces, slots, blocks = (np.concatenate([getattr(e.swaps, name) for e in entries]) for name in ("pieces", "slots", "blocks"))
+        numbers = np.concatenate([e.numbers[e.swaps.blocks] for e in entries])
         for entry in entries:
             entry.swaps = Swaps.none()
-        data, here = self.cache.read(sets, pieces, blocks)
+        data, here = self.cache.read(pieces, numbers)
         self.totals["swaps_late"] += int(len(here) - here.sum())
         if not here.all():
             sets, rows, pieces, slots, blocks, data = (a[here] for a in (sets, rows, pieces, slots, blocks, data))
@@ -106,9 +108,9 @@ class Stepper:
         lay = self.pool.layout
         content = self.pool.read(np.array([fold.page]))[0].reshape(lay.pieces, 2, lay.block_tokens, lay.head_dim)
         data = content.cpu().view(torch.uint8).reshape(lay.pieces, lay.piece_bytes).numpy()
-        pieces = np.arange(lay.pieces)
+        pieces, number = np.arange(lay.pieces), self.reuse.grow(entry, fold.block)
         if self._room(entry):
-            self.cache.insert(entry.set, pieces, np.full(lay.pieces, fold.block), data, pinned=True)
+            self.cache.insert(pieces, np.full(lay.pieces, number), data, pinned=True)
             entry.kept += lay.pieces
         else:
             self.sets.flying[entry.set, :, fold.block] = True  # nobody has it to give: never ask

@@ -1,9 +1,9 @@
 """Which block sits in which slot of each (layer, KV head), and what is known about the blocks that do not.
 
-A *set* belongs to one request that may hold fewer blocks than it has. It keeps the summaries of all its blocks, a smoothed
-attention mass, and the residency. Every (layer, KV head) of a set holds exactly ``working[set]`` distinct blocks: a block
-held twice would count twice in softmax. Residency changes only in ``place`` (admission), and in ``replace``,
-``grow`` and ``fold`` at step boundaries.
+A *set* belongs to one request that may hold fewer blocks than it has. It keeps the numbers of all its blocks
+(``block_store.py``), whose summaries it may share with other sets, a smoothed attention mass, and the residency. Every
+(layer, KV head) of a set holds exactly ``working[set]`` distinct blocks: a block held twice would count twice in softmax.
+Residency changes only in ``place`` (admission), and in ``replace``, ``grow`` and ``fold`` at step boundaries.
 """
 
 from __future__ import annotations
@@ -32,21 +32,23 @@ STICKY = 0.25
 class WorkingSets:
     """Owner of the sets. S = layers * kv_heads pieces, N = blocks of the longest request.
 
-    raw uint8 [sets, S, N, summary_bytes]; ema float32 [sets, S, N]; slot_of int16 [sets, S, N] and block_at int32
-    [sets, S, W] are inverse to each other, -1 where there is none; flying bool [sets, S, N]: is being pulled; ahead bool
-    [sets, S, N]: was pulled for a running request and no actual row has wanted it yet. ``generation`` int64 [sets] counts who
+    raw uint8 [S, numbers, summary_bytes]; number int64 [sets, N], on the host; ema float32 [sets, S, N]; slot_of int16
+    [sets, S, N] and block_at int32 [sets, S, W] are inverse to each other, -1 where there is none; flying bool [sets, S, N]: is
+    being pulled; ahead bool [sets, S, N]: was pulled for a running request and no actual row has wanted it yet. ``generation`` int64 [sets] counts who
     has had a set. ``dense`` bool [S]: (layer, KV head)s that the dense lane serves; their slots hold nothing of use.
     """
 
-    def __init__(self, layout: KVLayout, summary: Summary, *, sets: int, blocks: int, working: int, sink: int, recent: int, device: torch.device | str,
-                 dense: np.ndarray | None = None, floor: int = FLOOR, sticky: float = STICKY, decay: float = EMA_DECAY):
+    def __init__(self, layout: KVLayout, summary: Summary, *, sets: int, blocks: int, numbers: int, working: int, sink: int, recent: int,
+                 device: torch.device | str, dense: np.ndarray | None = None, floor: int = FLOOR, sticky: float = STICKY, decay: float = EMA_DECAY):
         pieces = layout.pieces
         self.layout, self.summary, self.sink, self.recent = layout, summary, sink, recent
         self.floor, self.sticky, self.decay = floor, sticky, decay
         self.dense = torch.zeros(pieces, dtype=torch.bool, device=device)
         if dense is not None:
             self.dense[torch.from_numpy(dense)] = True
-        self.raw = torch.zeros((sets, pieces, blocks, layout.summary_bytes), dtype=torch.uint8, device=device)
+        self.raw = torch.zeros((pieces, numbers, layout.summary_bytes), dtype=torch.uint8, device=device)
+        self.number = np.zeros((sets, blocks), np.int64)
+        self._number = torch.from_numpy(self.number).to(device)  # on a CPU the same memory
         self.ema = torch.zeros((sets, pieces, blocks), device=device)
         self.slot_of = torch.full((sets, pieces, blocks), -1, dtype=torch.int16, device=device)
         self.block_at = torch.full((sets, pieces, working), -1, dtype=torch.int32, device=device)
@@ -58,9 +60,9 @@ class WorkingSets:
         self._free = list(range(sets))[::-1]
 
     @staticmethod
-    def bytes(layout: KVLayout, sets: int, blocks: int, working: int) -> int:
+    def bytes(layout: KVLayout, sets: int, blocks: int, numbers: int, working: int) -> int:
         """What the tables take on the device."""
-        return sets * layout.pieces * (blocks * (layout.summary_bytes + 4 + 2 + 1 + 1) + working * 4)
+        return layout.pieces * (numbers * layout.summary_bytes + sets * (blocks * (4 + 2 + 1 + 1) + working * 4)) + sets * blocks * 8
 
     @property
     def free(self) -> int:
@@ -88,9 +90,14 @@ class WorkingSets:
             raise AssertionError(f"set {chosen} is released twice")
         self._free.append(chosen)
 
-    def summarise(self, chosen: int, first: int, summaries: np.ndarray) -> None:
-        """``summaries`` uint8 [n, S, bytes] of blocks ``first``... of a set."""
-        self.raw[chosen, :, first : first + len(summaries)] = torch.from_numpy(summaries).to(self.raw.device).transpose(0, 1)
+    def bind(self, chosen: int, first: int, numbers: np.ndarray) -> None:
+        """Blocks ``first``... of a set have ``numbers`` int64 [n]."""
+        self.number[chosen, first : first + len(numbers)] = numbers
+        self._number[chosen, first : first + len(numbers)] = torch.from_numpy(numbers).to(self.raw.device)
+
+    def summarise(self, numbers: np.ndarray, summaries: np.ndarray) -> None:
+        """``summaries`` uint8 [n, S, bytes] of blocks ``numbers`` int64 [n]."""
+        self.raw[:, torch.from_numpy(numbers).to(self.raw.device)] = torch.from_numpy(summaries).to(self.raw.device).transpose(0, 1)
 
     def place(self, chosen: int, selection: np.ndarray, blocks: int) -> None:
         """The first residents: ``selection`` int64 [S, w], slot by slot, of ``blocks`` in all."""
@@ -108,7 +115,7 @@ class WorkingSets:
         self.block_at[sets, pieces, slots] = blocks.to(torch.int32)
 
     def grow(self, chosen: int, block: int, slot: int, keys: torch.Tensor) -> None:
-        """A sealed block enters at a free slot of all (layer, KV head). ``keys`` float [S, tokens, head_dim]."""
+        """A sealed block, whose number is bound, enters at a free slot of all (layer, KV head). ``keys`` float [S, tokens, head_dim]."""
         self._learn(chosen, block, keys)
         self.slot_of[chosen, :, block] = slot
         self.block_at[chosen, :, slot] = block
@@ -125,17 +132,18 @@ class WorkingSets:
         return victims.cpu().numpy()
 
     def _learn(self, chosen: int, block: int, keys: torch.Tensor) -> None:
-        self.raw[chosen, :, block] = self.summary.build(keys)
+        self.raw[:, self.number[chosen, block]] = self.summary.build(keys)
         self.blocks[chosen] = block + 1
 
     def pinned(self, sets: Sequence[int], n: int) -> torch.Tensor:
         """bool [b, n]: the blocks that never leave."""
         return planner.pinned_mask(self._of(self.blocks, sets), self.sink, self.recent, n)
 
-    def score(self, sets: torch.Tensor, part: slice, queries: torch.Tensor, blocks: torch.Tensor, n: int) -> torch.Tensor:
-        """Expected mass float32 [b, R, P, n] of the first ``n`` blocks of ``sets`` int64 [b] with ``blocks`` int64 [b] in all, for
-        the (layer, KV head)s ``part``, P of them, from scaled queries [b, P, R, G, head_dim] of R rows."""
-        return block_mass(self.summary, queries, self.raw[sets, part, :n], blocks)
+    def score(self, sets: np.ndarray, part: slice, queries: torch.Tensor, n: int) -> torch.Tensor:
+        """Expected mass float32 [b, R, P, n] of the first ``n`` blocks of ``sets`` int64 [b], for the (layer, KV head)s ``part``,
+        P of them, from scaled queries [b, P, R, G, head_dim] of R rows. A set may have more: it may have gone to another request."""
+        raw, counts = self.raw[part], np.minimum(self.blocks[sets], n)
+        return block_mass(self.summary, queries, [raw.index_select(1, self._number[i, :count]) for i, count in zip(sets, counts)], n)
 
     def plan(self, sets: np.ndarray, mass: torch.Tensor, actual: torch.Tensor, held: np.ndarray, flying: torch.Tensor,
              cap: torch.Tensor) -> planner.Plan:

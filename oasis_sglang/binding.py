@@ -80,9 +80,12 @@ def _common(manager, queue, role: str):
 
 
 def bind_prefill(manager, queue) -> None:
-    """Attaches this prefill rank to its tier and starts the publisher."""
+    """Attaches this prefill rank to its tier and starts the publisher; with ``--radix-cache-backend oasis`` binds the radix tree to it."""
+    from sglang.srt.runtime_context import get_memory
+
     from prefill_node.pages import PageSource
     from prefill_node.publisher import Publisher
+    from prefill_node.restore import ANSWER_SECONDS, Restorer
     from transport.hashing import chain_seed
     from transport.worker_client import WorkerClient
 
@@ -90,8 +93,14 @@ def bind_prefill(manager, queue) -> None:
     hello = dict(node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint)
     source = PageSource(pool.k_buffer, pool.v_buffer, layout)
 
+    restorer = None
+    if get_memory().radix_cache_backend == "oasis" and get_memory().enable_unified_cache_external_linker:
+        restorer = Restorer(WorkerClient(options.tier, timeout=ANSWER_SECONDS), hello, source, min_tokens=options.restore_min_tokens,
+                            stream=scheduler.forward_stream if pool.k_buffer[0].is_cuda and scheduler.enable_overlap else None)
+
     def attach() -> Publisher:
-        return Publisher(WorkerClient(options.tier), hello, source, summary, reserve_seconds=options.reserve_seconds, export=export)
+        return Publisher(WorkerClient(options.tier), hello, source, summary, reserve_seconds=options.reserve_seconds,
+                         export=lambda totals, gauges: export({**totals, **(restorer.totals if restorer else {})}, gauges))
 
     publisher = _patiently(attach, options.tier_start_seconds)
 
@@ -103,7 +112,9 @@ def bind_prefill(manager, queue) -> None:
 
     # Keys stored as codes cannot be attended to.
     tap = getattr(scheduler.tp_worker.model_runner, "oasis_tap", None) if pool.k_buffer[0].is_floating_point() else None
-    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify, tap)
+    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify, tap, restorer)
+    if restorer is not None:
+        scheduler.tree_cache.bind(restorer, identify)
     geometry = publisher.client.welcome.geometry
     log.info("prefill rank %d publishes to %s: %d records of %d bytes", manager.attn_tp_rank, options.tier, geometry.num_records, layout.payload_bytes)
 
@@ -177,6 +188,7 @@ def _make_lane(runner, pool, budget, options: config.OasisConfig):
 def bind_decode(manager, queue) -> None:
     """Builds this decode rank's data plane and starts the puller."""
     import torch
+    from sglang.srt.runtime_context import get_memory
 
     from decode_node.destination import WholePages
     from decode_node.pages import PageSink
@@ -195,8 +207,12 @@ def bind_decode(manager, queue) -> None:
     physical = allocator if coordinator is None else coordinator.physical
     peaks, started = {"kv_pool_tokens_peak": 0}, time.monotonic()
 
+    def in_use() -> int:
+        """Tokens of the KV pool that requests hold; what only the radix tree still has can be had at once."""
+        return physical.size - physical.available_size() - (scheduler.tree_cache.evictable_size() if coordinator is None else 0)
+
     def sample() -> None:
-        peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], physical.size - physical.available_size())
+        peaks["kv_pool_tokens_peak"] = max(peaks["kv_pool_tokens_peak"], in_use())
 
     def written() -> torch.cuda.Event | None:
         """An event after which pages that SGLang has freed are written no more: with overlap the forward of a request
@@ -211,9 +227,12 @@ def bind_decode(manager, queue) -> None:
         sets, stalls = {}, None
         if coordinator is not None and coordinator.stepper is not None:
             stalls = coordinator.stepper.stalls.report()
-            totals = {**totals, **coordinator.stepper.totals}
-            sets = {"host_cache_bytes": coordinator.cache.used_bytes, "working_sets": coordinator.sets.size - coordinator.sets.free}
-        export(totals, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": physical.size - physical.available_size()}, stalls)
+            cache, store = coordinator.cache, coordinator.reuse.store
+            totals = {**totals, **coordinator.stepper.totals, **{f"reuse_{name}": value for name, value in coordinator.reuse.totals.items()},
+                      "cache_evicted": cache.evicted, "blocks_evicted": store.evicted}
+            sets = {"host_cache_bytes": cache.used_bytes, "working_sets": coordinator.sets.size - coordinator.sets.free,
+                    "blocks_held": store.held, "blocks_cached": store.cached}
+        export(totals, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": in_use()}, stalls)
 
     sink = PageSink(pool.k_buffer, pool.v_buffer, layout)
     puller = Puller(
@@ -225,32 +244,41 @@ def bind_decode(manager, queue) -> None:
         return {
             "config": msgspec.to_builtins(options), "layout": msgspec.to_builtins(layout), "fingerprint": fingerprint,
             "uptime_seconds": int(time.monotonic() - started), "host_bytes_reserved": staging.region.nbytes, "host_bytes_peak": puller.reader.staged_peak,
-            "kv_pool_tokens": physical.size - physical.available_size(), **peaks,
+            "kv_pool_tokens": in_use(), **peaks,
             "staging": {"free": staging.free, "leased": staging.leased, "quarantined": staging.quarantined},
             "flights": len(puller.reader.flights),
             "plane": {"kind": plane.kind, "requested_bytes": sum(plane.requested.values()), "landed_bytes": sum(plane.landed.values()),
                       "reads": plane.reads, "descriptors": plane.descriptors},
-            **({} if coordinator is None else {"working_sets": coordinator.report()})}
+            **({"radix": dict(radix)} if coordinator is None else {"working_sets": coordinator.report()})}
 
     if coordinator is None:
+        radix = Counter(hit_tokens=0, hit_bytes=0)  # the scheduler's thread alone counts them
+
         def fetch(req, pull, pages, write_row) -> None:
+            hit = int((pages < 0).sum()) * layout.block_tokens
+            radix.update(hit_tokens=hit, hit_bytes=hit * layout.token_bytes)
             puller.fetch(pull, WholePages(sink, layout, pages), write_row, written())
     else:
         query_heads = scheduler.model_config.num_attention_heads // manager.attn_tp_size
         coordinator.overlap = scheduler.enable_overlap
-        fetch = _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written)
+        keep = get_memory().radix_cache_backend == "oasis"
+        fetch = _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written, keep=keep)
     manager.bind(puller, layout, fingerprint, report, fetch)
     log.info("decode rank %d pulls over %s into %d windows of %d bytes", manager.attn_tp_rank, plane.kind, options.staging_windows, window)
 
 
-def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written):
-    """Completes the coordinator. Returns ``fetch(req, pull, pages, write_row)`` for receivers. Raises ``ConfigError``."""
-    from decode_node.admission import PieceReads, SelectedBlocks
+def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written, *, keep: bool = False):
+    """Completes the coordinator. ``keep``: blocks outlive their requests.
+
+    Returns ``fetch(req, pull, pages, write_row)`` for receivers. Raises ``ConfigError``."""
+    from decode_node.admission import AllBlocks, PieceReads, SelectedBlocks
+    from decode_node.block_store import BlockStore
     from decode_node.budget import most_sets
     from decode_node.destination import WholePages
     from decode_node.host_cache import HostCache
     from decode_node.lookahead import Lookahead
     from decode_node.pieces import PoolPieces
+    from decode_node.reuse import Reuse
     from decode_node.stepper import Stepper
     from decode_node.working_set import WorkingSets
     from oasis_sglang.trace import Trace
@@ -261,24 +289,31 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     if options.host_cache_bytes < one:
         raise ConfigError(f"Oasis option host_cache_bytes={options.host_cache_bytes} is smaller than one admission", limit=f"{one} bytes")
     count = most_sets(budget, coordinator.req_to_token.shape[0], coordinator.physical.size // page)
+    # Enough for every set to be as long as it can, and for as many blocks as the pool can hold beside them.
+    numbers = count * blocks + coordinator.physical.size // page
     device, lane = coordinator.pool.device, coordinator.lane
     scores = Lookahead.bytes(layout, count, budget.draft or 1, blocks)
-    _require_memory(WorkingSets.bytes(layout, count, blocks, budget.working) + scores, device, "the working sets' tables need",
+    _require_memory(WorkingSets.bytes(layout, count, blocks, numbers, budget.working) + scores, device, "the working sets' tables need",
                     "--max-running-requests, --context-length or --max-total-tokens, or raise budget_tokens")
-    sets = WorkingSets(layout, summary, sets=count, blocks=blocks, working=budget.working, sink=budget.sink, recent=budget.recent, device=device,
-                       dense=None if lane is None else lane.place >= 0, sticky=options.hysteresis)
-    cache = HostCache(count, layout.pieces, blocks, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)
+    sets = WorkingSets(layout, summary, sets=count, blocks=blocks, numbers=numbers, working=budget.working, sink=budget.sink, recent=budget.recent,
+                       device=device, dense=None if lane is None else lane.place >= 0, sticky=options.hysteresis)
+    cache = HostCache(layout.pieces, numbers, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)
     pieces = PoolPieces(coordinator.pool.kv, layout)
-    reads = PieceReads(layout, cache, sets, lane)
+    reuse = Reuse(BlockStore(numbers, layout.pieces, cache), cache, sets, coordinator.table, pieces, enabled=keep,
+                  donate=puller.donate if options.publish_generated else None)
+    reads = PieceReads(layout, reuse.store, cache, sets, lane, reuse.totals, keep=keep)
     totals: Counter[str] = Counter()
     lookahead = Lookahead(
         sets=sets, cache=cache, group=query_heads // layout.kv_heads, scale=layout.head_dim**-0.5, cap=options.fetch_blocks_per_step,
         warmup=options.warmup_steps, ahead=options.lookahead_rows, trust=options.draft_trust, totals=totals,
         pull=lambda entry, which, of: puller.demand(entry.pull, reads.job(entry, "on_demand", which, of)))
-    stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, lookahead=lookahead, wait_seconds=options.wait_seconds, totals=totals)
+    stepper = Stepper(table=coordinator.table, sets=sets, cache=cache, pool=pieces, lookahead=lookahead, reuse=reuse,
+                      wait_seconds=options.wait_seconds, totals=totals)
 
     def admit(entry) -> None:
-        if entry.set is None:
+        if entry.set is None and entry.numbers is not None:
+            destination = AllBlocks(entry, reads, sink)
+        elif entry.set is None:
             destination = WholePages(sink, layout, entry.pages[: -(-entry.prompt // page)])
         else:
             destination = SelectedBlocks(entry, reads, pieces, sink, whole_cache=options.admission == "full")
@@ -290,10 +325,11 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     trace = Trace(options.trace_dir) if options.trace_dir else None
     if trace is not None:
         puller.reader.landed = lambda phase, posted, now, size: trace.write("read", phase=phase, posted=posted, landed=now, bytes=size)
-    coordinator.bind(pieces=pieces, sets=sets, cache=cache, stepper=stepper, puller=puller, admit=admit,
+    coordinator.bind(pieces=pieces, sets=sets, cache=cache, stepper=stepper, reuse=reuse, puller=puller, admit=admit,
                      trace=trace)
     log.info("decode keeps %d blocks of %d tokens per layer and KV head, tails of %d pages, %d working sets, a host cache of %d pieces; "
-             "no radix cache on this node", budget.working, page, budget.tail, count, cache.capacity)
+             "%s", budget.working, page, budget.tail, count, cache.capacity,
+             "what requests leave behind is kept for the next" if keep else "nothing is kept from one request to the next")
     return fetch
 
 

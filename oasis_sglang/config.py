@@ -26,7 +26,8 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the control_ kinds are for measuring. trace_dir: tests only, taps write what they see there.
 
     Prefill: tier: unix socket of the node's tier. reserve_seconds: how long a prompt may wait for room in the arena.
-    tier_start_seconds: how long to wait for the tier at start.
+    tier_start_seconds: how long to wait for the tier at start. restore_min_tokens: with --radix-cache-backend oasis, how long a
+    beginning of a prompt must be to be copied back from the tier, when the KV pool no longer has it, instead of being computed.
 
     Decode, the working set:
     mode: sparse = attend over a working set of blocks, exact = over all of them, as SGLang does.
@@ -42,6 +43,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drafted row may miss and still be accepted (1 = accept all that are right, 0 = none: drafts only choose blocks).
     profile: file of `oasis calibrate`, its critical heads are served from all blocks, out of a lane of lane_tokens (0: four
     times the KV pool's) beside the KV pool. host_cache_bytes: host memory for pieces pulled and for sealed generated blocks.
+    publish_generated: give the tier the whole blocks of each answer (it must accept them), for prefill and other decode nodes.
     inner_backend: SGLang's attention backend inside ours ("": the one that SGLang would choose).
 
     Decode, the transfer: data_plane: nixl | zmq (the tier must serve it). staging_bytes, staging_windows: host memory that
@@ -69,6 +71,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lane_tokens: int = 0
     wait_seconds: float = 2.0
     host_cache_bytes: int = 2 << 30
+    publish_generated: bool = False
     inner_backend: str = ""
     summary: str = "mean_var_int8"
     staging_bytes: int = 64 << 20
@@ -78,6 +81,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
     tier_start_seconds: float = 60.0
+    restore_min_tokens: int = 64
     hold_reads_file: str = ""
     trace_dir: str = ""
 
@@ -94,7 +98,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                        "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes"):
             if not 0 < getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must be positive")
-        for option in ("fetch_blocks_per_step", "warmup_steps", "hysteresis", "lookahead_rows", "lane_tokens"):
+        for option in ("restore_min_tokens", "fetch_blocks_per_step", "warmup_steps", "hysteresis", "lookahead_rows", "lane_tokens"):
             if not 0 <= getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must not be negative")
         if not 0 <= self.draft_trust <= 1:

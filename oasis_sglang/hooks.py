@@ -8,6 +8,7 @@
 | DecodePreallocQueue._init_kv_manager     | oasis decode        | hand the KV pool to our manager                         |
 | DecodePreallocQueue._create_receiver_... | oasis decode        | what it may hold is its own                              |
 | Req._compute_max_prefix_len              | oasis prefill       | the prompt's last queries must be computed to rank KV   |
+| process_batch_result_disagg_prefill      | oasis prefill       | restoring is compared with how fast prompts are computed |
 | get_internal_state                       | oasis server        | counters in /server_info                                |
 | flush_cache_after_weight_update          | oasis prefill       | KV of the old weights must not be found in the tier     |
 | validate_hisparse                        | sparse decode       | SGLang admits only its own sparse models to this shape  |
@@ -19,8 +20,9 @@
 | ...DecodeMixin._get_new_prebuilt_batch   | sparse decode       | a request that waits is not run                         |
 | the CPU runtime's hooks                  | no GPU              | see ``oasis_sglang/cpu/hooks.py``                       |
 
-Public registrations beside them: the back end's name, the ``handle_pd_disaggregation`` resolution step (``plugin.py``)
-and the attention back ends' factories (``attention.py``). Hooks are inert in servers that did not choose the ``oasis`` back end.
+Public registrations beside them: the back end's name, the ``handle_pd_disaggregation`` and ``handle_hicache`` resolution steps
+(``plugin.py``), the radix cache's name (``radix.py``) and the attention back ends' factories (``attention.py``). Hooks are inert
+in servers that did not choose the ``oasis`` back end.
 """
 
 from __future__ import annotations
@@ -112,6 +114,13 @@ def prefix_limit(original, req, input_len):
     from prefill_node.query_tap import WINDOW
 
     return max(0, min(limit, len(req.origin_input_ids) - WINDOW))
+
+
+def batch_computed(result, scheduler, batch, batch_result):
+    restorer = getattr(scheduler.tree_cache, "restorer", None) if config.active() else None
+    if restorer is not None and batch.forward_mode.is_extend():
+        restorer.computed(sum(batch.extend_lens))
+    return result
 
 
 def internal_state(result, controller, recv_req):
@@ -218,6 +227,8 @@ HOOKS: tuple[Hook, ...] = (
     Hook(Seam(f"{_PD}.decode.DecodePreallocQueue._init_kv_manager", ("self",)), decode_manager, "around"),
     Hook(Seam(f"{_PD}.decode.DecodePreallocQueue._create_receiver_and_enqueue", ("self", "req", "is_rebootstrap")), receiver, "around"),
     Hook(Seam("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", ("self", "input_len")), prefix_limit, "around"),
+    Hook(Seam(f"{_PD}.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill", ("self", "batch", "result")),
+         batch_computed, "after"),
     Hook(Seam("sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
               ("self", "recv_req")), internal_state, "after"),
     Hook(Seam("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",

@@ -26,6 +26,10 @@ CPU_FLAGS = ("--device", "cpu", "--attention-backend", "torch_native", "--dtype"
 fraction of free memory would depend on what else runs on the host."""
 
 
+NO_REUSE = ("--radix-cache-backend", "")
+"""Flags that take our default back: nothing is kept on decode from one request to the next, nothing restored on prefill."""
+
+
 def default_tier_socket() -> str:
     """Where ``oasis tier`` listens and ``oasis prefill`` looks unless told otherwise."""
     base = os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/oasis-{os.getuid()}"
@@ -62,7 +66,8 @@ def split_flags(flags: Sequence[str]) -> tuple[dict[str, object], list[str]]:
 
 def worker_flags(role: str) -> list[str]:
     """Default SGLang flags of an Oasis worker (``role``: prefill | decode) on this machine."""
-    flags = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "oasis", "--page-size", "16", "--enable-metrics"]
+    flags = ["--disaggregation-mode", role, "--disaggregation-transfer-backend", "oasis", "--radix-cache-backend", "oasis", "--page-size", "16",
+             "--enable-metrics"]
     if platform.wanted():
         flags += CPU_FLAGS
     return flags

@@ -38,6 +38,17 @@ WORKING_SETS = {
     "drafts_accepted": "Drafted tokens that this rank accepted.",
     "tokens_accepted": "Tokens that verify forwards of this rank produced, the target's own included.",
     "lookahead_rows": "Rows of drafted tokens whose queries chose blocks for a next step on this rank.",
+    "reuse_prompt_tokens": "Prompt tokens of requests that this rank granted a place while it keeps blocks.",
+    "reuse_hit_tokens": "Of those, tokens in blocks that this rank knew already.",
+    "reuse_pieces": "Pieces of admissions that were copied from this rank's host cache instead of being pulled.",
+    "reuse_indexes": "Block indexes of admissions that this rank knew already.",
+    "reuse_bytes_saved": "Bytes of pieces and indexes that admissions of this rank did not pull because they were here.",
+    "reuse_blocks_kept": "Blocks generated on this rank and kept for later requests.",
+    "blocks_donated": "Blocks generated on this rank that a tier has taken.",
+    "bytes_donated": "Bytes of blocks generated on this rank that a tier has taken.",
+    "blocks_not_donated": "Blocks generated on this rank that no tier has taken: it would not, was full, or did not answer.",
+    "cache_evicted": "Pieces that left the host cache of this rank to make room.",
+    "blocks_evicted": "Cached blocks of this rank whose numbers were wanted by others.",
     "fallback_rows": "Request-steps of this rank whose blocks were chosen without a lookahead row.",
 }
 """Counters of a decode rank with working sets; another rank's stay at nought."""
@@ -49,6 +60,19 @@ STALLS = {
 """The histogram of waits, as cumulative counters with the label ``le``: ``histogram_quantile`` takes them like a histogram's buckets.
 A ``Histogram`` of the client can only observe single values: counts that were made elsewhere would have to go through its private
 fields, and a collector of our own is not seen in SGLang's multi-process mode, where ``/metrics`` reads files."""
+
+RESTORING = {
+    "lookups": "Times this rank asked the tier for pages that its KV pool did not hold.",
+    "restores": "Requests of this rank whose prompt begins with pages copied back from the tier.",
+    "restored_tokens": "Prompt tokens that this rank copied back from the tier instead of computing them.",
+    "restored_bytes": "KV bytes that this rank copied back from the tier.",
+    "restore_seconds": "Seconds this rank's scheduler spent on copying back from the tier, look-ups included.",
+    "restores_slower": "Times this rank computed what the tier holds because that was the faster way.",
+    "restores_gone": "Times pages left the tier between the look-up and the copy on this rank.",
+    "restore_failures": "Times this rank stopped restoring for a while because the tier failed it or a record was damaged.",
+    "computed_tokens": "Prompt tokens that this rank computed.",
+}
+"""Counters of a prefill rank with ``--radix-cache-backend oasis``; another rank's stay at nought."""
 
 COUNTERS = {
     "prefill": {
@@ -62,6 +86,7 @@ COUNTERS = {
         "reserve_retries": "Times this rank asked again because the arena was full.",
         "reattached": "Times this rank attached to a restarted tier.",
         "internal_errors": "Faults of ours caught by this rank's publishing loop.",
+        **RESTORING,
     },
     "decode": {
         "requests": "Requests whose pull this rank started.",
@@ -82,6 +107,8 @@ GAUGES = {
     "decode": {
         "pulls": "Requests that wait for a commit or are being pulled by this rank.",
         "host_cache_bytes": "Host bytes of pieces cached by this rank.",
+        "blocks_held": "Blocks of running requests that this rank knows by content.",
+        "blocks_cached": "Blocks that this rank knows by content and no running request has.",
         "working_sets": "Running requests of this rank that hold fewer blocks than they have.",
         "staging_quarantined": "Staging windows in quarantine on this rank.",
         "host_bytes": "Host bytes reserved for staging by this rank.",

@@ -23,13 +23,15 @@ def load() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from oasis_sglang import attention, speculation
+    from oasis_sglang import attention, radix, speculation
     from oasis_sglang.hooks import HOOKS
 
     attention.install()
     speculation.register()
+    radix.register()
     add_disagg_transfer_backend_choices([BACKEND])
     register_resolution_hook("handle_pd_disaggregation")(resolve_arguments)
+    register_resolution_hook("handle_hicache")(resolve_linker)
     hooks = [(hook.seam.target, hook.function, hook.kind) for hook in HOOKS]
     surface = [*seams.SURFACE, *(hook.seam for hook in HOOKS)]
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
@@ -59,6 +61,8 @@ def resolve_arguments(server_args, previous) -> None:
     # The pristine value: resolution can run again, and the view then shows what we declared.
     if server_args.disaggregation_transfer_backend != BACKEND:
         os.environ.pop(config.ACTIVE_ENV, None)
+        if view.radix_cache_backend == BACKEND:
+            raise ConfigError("--radix-cache-backend oasis needs --disaggregation-transfer-backend oasis")
         previous(server_args)
         return
     if _problems:
@@ -66,20 +70,46 @@ def resolve_arguments(server_args, previous) -> None:
     if view.disaggregation_mode not in ("prefill", "decode"):
         raise ConfigError("--disaggregation-transfer-backend oasis needs --disaggregation-mode prefill or decode")
     _refuse_unsupported(view)
+    if server_args.enable_hisparse:  # the pristine value again
+        raise ConfigError("Oasis does not support enable_hisparse as set (True)")
     options = config.load(view.hisparse_config).validate(view.disaggregation_mode)
     check_model_path(view.model_path)
     os.environ[config.ACTIVE_ENV] = "1"
     declared = {"disaggregation_transfer_backend": "nixl"}
+    if view.radix_cache_backend == "":
+        declared["radix_cache_backend"] = None  # how a command line takes our launcher's default back
     if view.disaggregation_mode == "decode":
         if view.disaggregation_decode_retraction_backup in (None, "host_pool"):
             # The default would build SGLang's host cache beside ours: twice the host memory.
             declared["disaggregation_decode_retraction_backup"] = "cpu_tensor"
         if options.mode == "sparse":
             declared |= _sparse_decode(view, options)
+        elif view.radix_cache_backend == BACKEND and not server_args.disable_radix_cache and not view.speculative_algorithm:
+            # SGLang has no radix tree on a decode node that speculates, but for drafts of kinds that are refused here.
+            declared["disaggregation_decode_enable_radix_cache"] = True
     elif options.summary != "none":
         declared["disable_prefill_cuda_graph"] = True  # the query tap is Python around each layer
     declare_resolution(server_args, BACKEND, **declared)
     previous(server_args)
+
+
+def resolve_linker(server_args, previous) -> None:
+    """Resolution step: on a prefill server with ``--radix-cache-backend oasis`` the tier stands behind SGLang's radix tree. Declared
+    after SGLang's own check, which knows external stores behind a tree without a name only."""
+    from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+
+    view = resolving_view(server_args)
+    others = (view.disable_radix_cache, view.enable_hierarchical_cache, view.enable_lmcache, view.enable_flexkv,
+              server_args.enable_unified_cache_external_linker)
+    if not config.active() or view.disaggregation_mode != "prefill" or view.radix_cache_backend != BACKEND or any(others):
+        previous(server_args)
+        return
+    from oasis_sglang.radix import LINKER
+
+    declare_resolution(server_args, BACKEND, enable_unified_cache_external_linker=False)  # resolution can run again
+    previous(server_args)
+    declare_resolution(server_args, BACKEND, enable_unified_cache_external_linker=True, unified_cache_external_linker_backend="dynamic",
+                       unified_cache_external_linker_config=dict(LINKER))
 
 
 def _sparse_decode(view, options: config.OasisConfig) -> dict:
@@ -90,6 +120,9 @@ def _sparse_decode(view, options: config.OasisConfig) -> dict:
     draft = (view.speculative_num_draft_tokens or 0) if algorithm == "OASIS_NGRAM" else 0
     make_budget(view.page_size or 1, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens, options.on_miss == "wait",
                 draft)
+    if view.disaggregation_decode_enable_radix_cache:
+        raise ConfigError("--disaggregation-decode-enable-radix-cache keeps whole pages, which mode=sparse does not have: use "
+                          "--radix-cache-backend oasis, or mode=exact")
     refused = {"speculative_algorithm": algorithm not in ("", "NONE", "OASIS_NGRAM") and algorithm, "enable_mixed_chunk": view.enable_mixed_chunk,
                "enable_pdmux": view.enable_pdmux, "enable_two_batch_overlap": view.enable_two_batch_overlap}
     for option, value in refused.items():
@@ -108,11 +141,9 @@ def _refuse_unsupported(view) -> None:
         "pp_size": view.pp_size > 1,
         "dcp_size": view.dcp_size > 1,
         "attn_cp_size": view.attn_cp_size > 1,
-        "enable_hisparse": view.enable_hisparse,
         # Its digest covers whole pages, and what follows the prompt in the last one is not published.
         "disaggregation_enable_kv_checksum": view.disaggregation_enable_kv_checksum,
         "enable_pd_role_switch": view.enable_pd_role_switch,
-        "disaggregation_decode_enable_radix_cache": view.disaggregation_decode_enable_radix_cache,
         "disaggregation_decode_host_receive_threshold": view.disaggregation_decode_host_receive_threshold < 1,
         "disaggregation_decode_allocation_policy": view.disaggregation_decode_allocation_policy == "prefill_complete",
         "SGLANG_DISAGG_STAGING_BUFFER": os.environ.get("SGLANG_DISAGG_STAGING_BUFFER", "0").lower() in ("1", "true"),

@@ -23,6 +23,8 @@ class Seam(NamedTuple):
 
 
 _PD = "sglang.srt.disaggregation"
+_MEM = "sglang.srt.mem_cache"
+_LINKER = f"{_MEM}.unified_cache.unified_cache_linker"
 
 # What our classes override or call without hooking it.
 SURFACE: tuple[Seam, ...] = (
@@ -63,6 +65,20 @@ SURFACE: tuple[Seam, ...] = (
     Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.retract_req", ("self", "req")),
     Seam("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", ("self", "reqs_to_exclude", "keep_indices")),
     Seam("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
+    # The radix cache: the tree and the linker that ours stand in for.
+    Seam(f"{_MEM}.registry.create_unified_radix_cache", ("ctx", "cache_class")),
+    Seam(f"{_MEM}.unified_radix_cache.UnifiedRadixCache.init_cache_linker", ("self", "cache_linker")),
+    Seam(f"{_MEM}.unified_radix_cache.UnifiedRadixCache.reset", ("self",)),
+    Seam(f"{_MEM}.unified_radix_cache.UnifiedRadixCache._all_reduce_attn_groups", ("self", "tensor", "op")),
+    Seam(f"{_LINKER}.UnifiedCacheLinkerWrapper.__init__", ("self", "cache", "cache_linker")),
+    Seam(f"{_LINKER}.UnifiedCacheLinkerWrapper.match", ("self", "key", "req", "result")),
+    Seam(f"{_LINKER}.UnifiedCacheLinkerWrapper._tail_hashes", ("self", "key", "result", "device_hit_len")),
+    Seam(f"{_LINKER}.UnifiedCacheLinker.lookup", ("self", "rid", "transfers")),
+    Seam(f"{_LINKER}.UnifiedCacheLinker.load", ("self", "rid", "transfers")),
+    Seam(f"{_LINKER}.UnifiedCacheLinker.start_layer_wise_loading", ("self",)),
+    Seam(f"{_LINKER}.UnifiedCacheLinker.finish_layer_wise_loading", ("self", "counter_index")),
+    Seam(f"{_LINKER}.UnifiedCacheLinker.cancel_queued_load", ("self", "rid")),
+    Seam(f"{_LINKER}.UnifiedCacheLinker.offload", ("self", "transfers", "session_id")),
     # Speculation: what our algorithm and worker override, borrow or call.
     Seam("sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_future_map",
          ("self", "device", "req_to_token_pool", "needs_cpu_seq_lens", "needs_confidence_relay")),
@@ -82,6 +98,8 @@ SURFACE: tuple[Seam, ...] = (
 
 # Constructors of which we read or give only some fields; the rest may change.
 FIELDS: tuple[Seam, ...] = (
+    Seam(f"{_MEM}.radix_cache.RadixKey.__init__", ("token_ids", "extra_key", "is_bigram", "limit", "cache_salt")),
+    Seam(f"{_MEM}.hicache_storage.PoolTransfer", ("name", "keys", "device_indices")),
     Seam("sglang.srt.managers.schedule_batch.Req.__init__",
          ("rid", "origin_input_ids", "sampling_params", "lora_id", "input_embeds", "bootstrap_room", "extra_key", "cache_salt")),
     Seam(f"{_PD}.common.conn.PrefillServerInfo",

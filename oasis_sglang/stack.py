@@ -4,7 +4,7 @@
         with Stack(StackSpec(kind="oasis", model=model), processes, run_dir=run_dir) as stack:
             requests.post(stack.url + "/generate", ...)
 
-Kinds: ``oasis`` (tier, prefill, decode, router), ``stock`` (SGLang's own PD over NIXL with a router, under the
+Kinds: ``oasis`` (memory nodes, if any, tier, prefill, decode, router), ``stock`` (SGLang's own PD over NIXL with a router, under the
 same CPU runtime), ``monolith`` (one SGLang server). On a machine without a GPU the SGLang servers are forked from
 one import, otherwise each is a process started in the usual way.
 
@@ -14,16 +14,12 @@ A Stack owns its servers, ports and scratch directory (sockets and SGLang's temp
 
 from __future__ import annotations
 
-import json
-import random
 import shutil
 import socket
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -32,13 +28,12 @@ from typing import Literal, Self
 
 from oasis_sglang import config, launch
 from oasis_sglang.cpu import platform
+from oasis_sglang.probes import HOST, free_port, get_json, probe
 from oasis_sglang.processes import Environment, Processes, ProcessesError, Server
 
-HOST = "127.0.0.1"
 DEFAULT_ARENA_BYTES = 1 << 30
 READY_TIMEOUT_S = 300.0
 _PROGRESS_EVERY_S = 15.0
-_PROBE_TIMEOUT_S = 5.0
 
 Progress = Callable[[str], None]
 Kind = Literal["oasis", "stock", "monolith"]
@@ -69,6 +64,12 @@ class StackSpec:
     """Data planes the tier serves; decode's option ``data_plane`` chooses one."""
     env: Environment = field(default_factory=dict)
     """Extra environment of every process of the stack."""
+    prefills: int = 1
+    """Prefill workers, as if on hosts of their own: ``prefill`` with ``tier``, ``prefill1`` with ``tier1``, and so on."""
+    decodes: int = 1
+    """Decode workers: ``decode``, ``decode1``, and so on."""
+    memory_nodes: int = 0
+    """Tiers to which those of the prefill workers move what is committed: ``memory0``, ``memory1``, and so on."""
     max_running_requests: int = 4
     max_total_tokens: int = 20_000
 
@@ -82,9 +83,10 @@ def import_environment() -> dict[str, str]:
 
 
 def worker_argv(
-    role: Role, spec: StackSpec, tier: str, addresses: Sequence[str]
+    role: Role, spec: StackSpec, tier: str, addresses: Sequence[str], index: int = 0
 ) -> tuple[list[str], dict[str, str | None]]:
-    """Flags and environment of one SGLang server. ``tier``: the tier's socket, used by kind ``oasis`` only.
+    """Flags and environment of one SGLang server, the ``index``-th in its role. ``tier``: the tier's socket, used by kind
+    ``oasis`` only.
 
     Raises ConfigError for an unknown or impossible Oasis option.
     """
@@ -98,7 +100,8 @@ def worker_argv(
         if role == "decode":
             ours += ["--disaggregation-decode-retraction-backup", "cpu_tensor"]
     elif role != "monolith":
-        ours += gpu_share(role, len(list(Path("/dev").glob("nvidia[0-9]*"))))
+        place = index + (spec.prefills if role == "decode" else 0)
+        ours += gpu_share(place, spec.prefills + spec.decodes, len(list(Path("/dev").glob("nvidia[0-9]*"))))
     if spec.served_model_name:
         ours += ["--served-model-name", spec.served_model_name]
     users = {"prefill": spec.prefill_flags, "decode": spec.decode_flags}.get(role, ())
@@ -115,11 +118,12 @@ def worker_argv(
     return [*stock, *flags], {config.ENV: None}
 
 
-def gpu_share(role: Role, gpus: int) -> list[str]:
-    """Flags that let both workers of a pair live on one machine: a GPU each, or half the memory of the only one."""
-    if gpus > 1:
-        return ["--base-gpu-id", "1"] if role == "decode" else []
-    return ["--mem-fraction-static", "0.42"]
+def gpu_share(place: int, workers: int, gpus: int) -> list[str]:
+    """Flags that let ``workers`` live on one machine: a GPU each, or equal parts of the memory of those there are."""
+    base = place % max(1, gpus)
+    sharing = -(-workers // max(1, gpus))
+    flags = ["--base-gpu-id", str(base)] if base else []
+    return flags if sharing == 1 else [*flags, "--mem-fraction-static", f"{0.84 / sharing:.2f}"]
 
 
 class Stack:
@@ -137,8 +141,8 @@ class Stack:
         self.spec = spec
         self.servers: dict[str, Server] = {}
         self.urls: dict[str, str] = {}
-        self.bootstrap_port = 0
-        """Of the prefill worker; what a client that does without the router names as ``bootstrap_port``."""
+        self.bootstrap_ports: dict[str, int] = {}
+        """Of each prefill worker; what a client that does without the router names as ``bootstrap_port``."""
         self._processes = processes
         self._run_dir = run_dir
         self._progress = progress
@@ -158,18 +162,23 @@ class Stack:
         """Where clients go."""
         return self.urls["monolith" if self.spec.kind == "monolith" else "router"]
 
+    @property
+    def bootstrap_port(self) -> int:
+        """Of the first prefill worker."""
+        return self.bootstrap_ports["prefill"]
+
     def start(self) -> None:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix=f"{self.spec.kind}-", dir=self._processes.scratch))
         try:
             if self.spec.kind == "oasis":
-                self._start_tier()
+                self._start_tiers()
             self._preload()
             if self.spec.kind == "monolith":
-                self._start_worker("monolith", port=self.spec.port, host=self.spec.host)
+                self._start_worker("monolith", "monolith", port=self.spec.port, host=self.spec.host)
                 self._wait_ready({"monolith": "/health"})
             else:
-                self._start_pair()
+                self._start_workers()
         except BaseException:
             self.stop()
             raise
@@ -179,9 +188,8 @@ class Stack:
         servers = list(self.servers.values())
         try:
             self._note_segments()
-            workers = [server for server in servers if server.name not in ("tier", "router")]
-            for group in (_named(servers, "router"), workers, _named(servers, "tier")):
-                _stop_together(group)
+            for roles in (("router",), ("prefill", "decode", "monolith"), ("tier",), ("memory",)):
+                _stop_together([server for server in servers if server.name.rstrip("0123456789") in roles])
         finally:
             self.servers.clear()
             if self._scratch is not None:
@@ -225,32 +233,48 @@ class Stack:
             self._progress("importing SGLang (10 to 40 s, once)")
             self._processes.preload()
 
-    def _start_tier(self) -> None:
+    def _start_tiers(self) -> None:
+        """Each waits for those that it will talk to; workers attach to a tier while they start, so it has to be there first."""
+        memory = {f"memory{index}": f"{HOST}:{free_port()}" for index in range(self.spec.memory_nodes)}
+        for name, listen in memory.items():
+            self._start_tier(name, listen)
+        self._wait_ready(dict.fromkeys(memory, "/readyz"))
+        more = ["--memory-nodes", ",".join(f"tcp://{listen}" for listen in memory.values())] if memory else []
+        tiers = _numbered("tier", self.spec.prefills)
+        for name in tiers:
+            self._start_tier(name, f"{HOST}:0", *more)
+        self._wait_ready(dict.fromkeys(tiers, "/readyz"))
+
+    def _start_tier(self, name: str, listen: str, *flags: str) -> None:
         port = free_port()
-        argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", self._tier_socket]
-        argv += ["--listen", f"{HOST}:0", "--http", f"{HOST}:{port}"]
-        argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane]
-        self._progress("starting the tier")
-        self.urls["tier"] = f"http://{HOST}:{port}"
-        self._run("tier", argv)
-        # Workers attach to the tier while they start, so it has to be there first.
-        self._wait_ready({"tier": "/readyz"})
+        argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", self._socket(name)]
+        argv += ["--listen", listen, "--http", f"{HOST}:{port}", "--node", name]
+        argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane, *flags]
+        self._progress(f"starting {name}")
+        self.urls[name] = f"http://{HOST}:{port}"
+        self._run(name, argv)
 
-    @property
-    def _tier_socket(self) -> str:
-        return str(self._scratch / "tier.sock")
+    def _socket(self, tier: str) -> str:
+        return str(self._scratch / f"{tier}.sock")
 
-    def _start_pair(self) -> None:
-        bootstrap = self.bootstrap_port = free_port()
-        for role in ("prefill", "decode"):
-            self._start_worker(role, flags=["--disaggregation-bootstrap-port", str(bootstrap)])
-        self._wait_ready({"prefill": "/health", "decode": "/health"})
+    def _start_workers(self) -> None:
+        prefills, decodes = _numbered("prefill", self.spec.prefills), _numbered("decode", self.spec.decodes)
+        self.bootstrap_ports = {name: free_port() for name in prefills}
+        for index, (name, tier) in enumerate(zip(prefills, _numbered("tier", self.spec.prefills))):
+            flags = ["--disaggregation-bootstrap-port", str(self.bootstrap_ports[name])]
+            self._start_worker("prefill", name, index=index, tier=tier, flags=flags)
+        for index, name in enumerate(decodes):
+            self._start_worker("decode", name, index=index)
+        self._wait_ready(dict.fromkeys([*prefills, *decodes], "/health"))
         port = self.spec.port or free_port()
         argv = [sys.executable, "-P", "-m", "oasis_sglang.router", "--pd-disaggregation"]
-        argv += ["--prefill", self.urls["prefill"], str(bootstrap), "--decode", self.urls["decode"]]
+        for name in prefills:
+            argv += ["--prefill", self.urls[name], str(self.bootstrap_ports[name])]
+        for name in decodes:
+            argv += ["--decode", self.urls[name]]
         argv += ["--host", self.spec.host, "--port", str(port), "--prometheus-port", str(free_port())]
         argv += ["--policy", "round_robin", "--worker-startup-check-interval", "1", "--disable-health-check"]
-        # One pair of workers: a retry would run the same request on the same workers again.
+        # With one pair of workers a retry would run the same request on the same workers again.
         argv += ["--disable-retries", "--disable-circuit-breaker"]
         self.urls["router"] = f"http://{_reachable(self.spec.host)}:{port}"
         self._progress("starting the router")
@@ -258,17 +282,17 @@ class Stack:
         self._wait_ready({"router": "/readiness"})
 
     def _start_worker(
-        self, role: Role, *, flags: Sequence[str] = (), port: int = 0, host: str = HOST
+        self, role: Role, name: str, *, index: int = 0, tier: str = "tier", flags: Sequence[str] = (), port: int = 0, host: str = HOST
     ) -> None:
         port = port or free_port()
         addresses = ["--host", host, "--port", str(port), *flags]
-        argv, env = worker_argv(role, self.spec, self._tier_socket, addresses)
-        self.urls[role] = f"http://{_reachable(host)}:{port}"
-        self._progress(f"starting {self.spec.kind if role == 'monolith' else role}")
+        argv, env = worker_argv(role, self.spec, self._socket(tier), addresses, index)
+        self.urls[name] = f"http://{_reachable(host)}:{port}"
+        self._progress(f"starting {self.spec.kind if role == 'monolith' else name}")
         if platform.wanted():
-            self._serve(role, argv, env)
+            self._serve(name, argv, env)
         else:
-            self._run(role, [sys.executable, "-P", "-m", "sglang.launch_server", *argv], env)
+            self._run(name, [sys.executable, "-P", "-m", "sglang.launch_server", *argv], env)
 
     def _serve(self, name: str, argv: Sequence[str], env: Environment) -> None:
         log, env = self._place(name, env)
@@ -325,48 +349,13 @@ def can_listen(host: str, port: int) -> bool:
         return True
 
 
-_handed_out: set[int] = set()
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, and that this process has not handed out before.
-
-    From below the range that the kernel takes ports from for everybody's outgoing connections and unnamed listeners: one
-    from that range could be taken between now and the server's bind, and seconds lie between.
-    """
-    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    for port in random.sample(range(min(10_000, low // 2), low), 200):
-        with socket.socket() as probe_socket:
-            if port not in _handed_out and probe_socket.connect_ex((HOST, port)) != 0:
-                try:
-                    probe_socket.bind((HOST, port))
-                except OSError:
-                    continue
-                _handed_out.add(port)
-                return port
-    raise StackError("found no free TCP port")
-
-
-def probe(url: str) -> bool:
-    """Whether a GET answers 200."""
-    try:
-        with urllib.request.urlopen(url, timeout=_PROBE_TIMEOUT_S) as reply:
-            return reply.status == 200
-    except (OSError, ValueError):  # refused, reset, timed out, or an HTTP error status
-        return False
-
-
-def get_json(url: str, timeout: float = 30.0) -> dict:
-    with urllib.request.urlopen(url, timeout=timeout) as reply:
-        return json.load(reply)
-
-
 def _reachable(host: str) -> str:
     return HOST if host in ("0.0.0.0", "::", "") else host
 
 
-def _named(servers: Sequence[Server], name: str) -> list[Server]:
-    return [server for server in servers if server.name == name]
+def _numbered(name: str, count: int) -> list[str]:
+    """name, name1, name2, ..."""
+    return [name, *(f"{name}{index}" for index in range(1, count))]
 
 
 def _stop_together(servers: Sequence[Server]) -> None:

@@ -20,6 +20,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from prefill_node import publisher as p
 from prefill_node.query_tap import QueryTap
+from prefill_node.restore import Restorer
 from transport.errors import ConfigError, RoomFailed
 
 log = logging.getLogger("oasis.prefill")
@@ -32,14 +33,16 @@ class OasisPrefillManager(CommonKVManager):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.publisher: p.Publisher | None = None
         self.tap: QueryTap | None = None
+        self.restorer: Restorer | None = None
         self.identify = None
         self.cache_epoch = ""
         """Part of every hash chain. Changes with the weights: what the tier holds of before is not found any more."""
 
-    def bind(self, publisher: p.Publisher, peer_row: dict, identify, tap: QueryTap | None = None) -> None:
+    def bind(self, publisher: p.Publisher, peer_row: dict, identify, tap: QueryTap | None = None, restorer: Restorer | None = None) -> None:
         """``peer_row``: what decode ranks are told, less the tier's address; ``identify(req)`` -> chain seed or None;
-        ``tap``: on this rank's attention, None: prompts are published without a ranking."""
-        self.publisher, self.peer_row, self.identify, self.tap = publisher, peer_row, identify, tap
+        ``tap``: on this rank's attention, None: prompts are published without a ranking; ``restorer``: of the radix tree, for
+        reports."""
+        self.publisher, self.peer_row, self.identify, self.tap, self.restorer = publisher, peer_row, identify, tap, restorer
         publisher.on_attach = self._announce
         self._announce(publisher.client.welcome)
         publisher.start()
@@ -70,7 +73,8 @@ class OasisPrefillManager(CommonKVManager):
         totals = dict(self.publisher.totals)
         welcome = self.publisher.client.welcome
         return {"role": "prefill", "tier": self.publisher.client.path, "epoch": welcome.epoch if welcome else "",
-                "totals": totals, "publications": len(self.publisher.live)}
+                "totals": totals, "publications": len(self.publisher.live),
+                "restore": self.restorer.report() if self.restorer is not None else {}}
 
 
 class OasisSender(CommonKVSender):

@@ -54,7 +54,7 @@ class ArenaWriter:
         """
         n = len(records)
         payload = block.reshape(n, -1).view(torch.uint8).numpy()
-        digests = piece_digests(payload, generations, self.layout.pieces)
+        digests = piece_digests(payload, self.layout.pieces)
         index = index_rows(digests, None if summaries is None else summaries.reshape(n, -1).numpy(), generations, self.layout)
         # The allocator hands out runs: a few large copies instead of one per record.
         for run in np.split(np.arange(n), np.flatnonzero(np.diff(records) != 1) + 1):
@@ -62,4 +62,4 @@ class ArenaWriter:
             part = slice(int(run[0]), int(run[-1]) + 1)
             self.payloads[span, : payload.shape[1]] = payload[part]
             self.indexes[span, : index.shape[1]] = index[part]
-        return roots(digests, generations)
+        return roots(digests)

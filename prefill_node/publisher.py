@@ -1,8 +1,8 @@
 """Publishing: one thread per prefill rank moves finished pages from the KV pool into the tier's arena.
 
-The scheduler thread never waits for the tier: it posts work and polls ``Publication.state``. The one exception is
-``cancel``, which waits for one copied batch or one ranking at most, because the pool's pages are reused the moment it
-returns.
+The scheduler thread never waits for the tier: it posts work and polls ``Publication.state``. Nor does this thread wait: a tier
+with memory nodes may take long to reserve or to commit one prompt, and the others go on. The one exception is ``cancel``, which
+waits for one copied batch or one ranking at most, because the pool's pages are reused the moment it returns.
 
     OPENING --reserved--> OPEN --chunks copied, commit acknowledged--> COMMITTED
         `---------------------`--> FAILED (``error`` says why)
@@ -35,6 +35,8 @@ BATCH_BYTES = 16 << 20
 RANKED_BLOCKS = 1024
 """Blocks per (layer, KV head) that a manifest ranks at most."""
 RETRY_SECONDS = 0.02
+ANSWER_SECONDS = 0.002
+"""How long an answer of the tier is waited for between two looks at what else there is to do."""
 REATTACH_SECONDS = 1.0
 
 
@@ -61,6 +63,8 @@ class Publication:
     fresh: np.ndarray | None = None
     pool_pages: np.ndarray | None = None
     copied_bytes: int = 0
+    deferred: list[tuple] = field(default_factory=list)
+    """Work that came before its room was open."""
 
 
 class Publisher:
@@ -137,12 +141,16 @@ class Publisher:
                 time.sleep(0.05)
 
     def _step(self) -> None:
+        outstanding = self.client.outstanding > 0
         try:
-            work, *args = self._inbox.get(timeout=RETRY_SECONDS if self._waiting else 1.0)
+            work, *args = self._inbox.get(not outstanding, RETRY_SECONDS if self._waiting else 1.0)
         except queue.Empty:
-            pass
+            patience = ANSWER_SECONDS
         else:
             self._guard(work, *args)
+            patience = 0.0
+        if outstanding:
+            self._answers(patience)
         now = time.monotonic()
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
@@ -154,10 +162,17 @@ class Publisher:
             self._exported_at = now
             self.export(self.totals, {"publications": len(self.live)})
 
+    def _answers(self, seconds: float) -> None:
+        """Takes what the tier has answered, waiting at most ``seconds`` for it."""
+        try:
+            self.client.process(seconds)
+        except OasisError as error:
+            self._lost(error)
+
     def _guard(self, work, *args) -> None:
         """An error ends the publication it belongs to, never the thread."""
         pub = args[0] if args else None
-        if pub is not None and (pub.state == FAILED or (pub.cancelled and work != self._abandon)):
+        if pub is not None and (pub.state == FAILED or (pub.cancelled and work not in (self._abandon, self._committed))):
             return
         try:
             try:
@@ -181,14 +196,18 @@ class Publisher:
         self.live.add(pub)
         hashes = b"" if pub.seed is None else page_hashes(pub.seed, pub.tokens, self.layout.block_tokens)
         private = pub.pages - len(hashes) // HASH_BYTES
-        try:
-            opened = self.client.call(m.Open, room=pub.room, rank=self.rank, hashes=hashes, private=private)
-        except CapacityError as error:
-            if not error.retryable or time.monotonic() >= pub.deadline:
-                error.limit = f"{error.limit}; waited {self.reserve_seconds} s" if error.retryable else error.limit
-                raise
-            self.totals["reserve_retries"] += 1
-            self._waiting.append(pub)
+        self.client.post(m.Open, lambda reply: self._guard(self._opened, pub, reply), room=pub.room, rank=self.rank, seed=pub.seed or b"",
+                         hashes=hashes, private=private)
+
+    def _opened(self, pub: Publication, opened: m.Opened | OasisError) -> None:
+        if isinstance(opened, CapacityError) and opened.retryable:
+            if time.monotonic() < pub.deadline:
+                self.totals["reserve_retries"] += 1
+                self._waiting.append(pub)
+                return
+            opened.limit = f"{opened.limit}; waited {self.reserve_seconds} s"
+        if isinstance(opened, OasisError):
+            self._abandon(pub, opened)
             return
         pub.records = m.unpack(opened.records, "u4", count=pub.pages).astype(np.int64)
         pub.generations = m.unpack(opened.generations, "u8", count=pub.pages)
@@ -197,8 +216,14 @@ class Publisher:
         pub.pool_pages = np.full(pub.pages, -1, np.int64)
         pub.state = OPEN
         self.totals["pages_reused"] += int((~pub.fresh).sum())
+        deferred, pub.deferred = pub.deferred, []
+        for work, *args in deferred:
+            self._guard(work, pub, *args)
 
     def _copy(self, pub: Publication, pages: np.ndarray, first: int, tokens: int, ready: object | None) -> None:
+        if pub.state == OPENING:
+            pub.deferred.append((self._copy, pages, first, tokens, ready))
+            return
         if ready is not None:
             ready.synchronize()
         index = np.arange(first, first + len(pages))
@@ -232,12 +257,21 @@ class Publisher:
         return torch.from_numpy(pages).to(self.source.keys[0].device)
 
     def _commit(self, pub: Publication, metadata: tuple[bytes, ...], queries: torch.Tensor | None, scale: float) -> None:
+        if pub.state == OPENING:
+            pub.deferred.append((self._commit, metadata, queries, scale))
+            return
         with pub.lock:  # SGLang keeps the pages until we report the commit, but for a cancelled request
             ranking = b"" if pub.cancelled else self._rank(pub, queries, scale)
         if pub.cancelled:
             return
-        self.client.call(m.Commit, room=pub.room, rank=self.rank, prompt_tokens=len(pub.tokens),
-                         roots=m.pack(pub.roots, "u8"), ranking=ranking, metadata=metadata)
+        self.client.post(m.Commit, lambda reply: self._guard(self._committed, pub, reply), room=pub.room, rank=self.rank,
+                         prompt_tokens=len(pub.tokens), roots=m.pack(pub.roots, "u8"), ranking=ranking, metadata=metadata)
+
+    def _committed(self, pub: Publication, reply: m.Reply | OasisError) -> None:
+        """Also of one that was cancelled since: then its reader cancels it, or it expires at the tier."""
+        if isinstance(reply, OasisError):
+            self._abandon(pub, reply)
+            return
         pub.state = COMMITTED
         self.live.discard(pub)
         self.totals["rooms_committed"] += 1

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from oasis_sglang import models
 from oasis_sglang.client import generate, generate_concurrently
+from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker, library_text
 from oasis_sglang.stack import Stack, StackSpec, import_environment
@@ -104,7 +105,8 @@ def main() -> None:
     pool = (2 * (args.tokens + args.output + RESERVED)) // 16 * 16
     common = dict(max_running_requests=args.requests, max_total_tokens=pool, prefill_flags=("--max-total-tokens", str(4 * args.tokens)), arena_bytes=4 << 30)
     wanted = {"stock": StackSpec("stock", model, **common),
-              **{how: StackSpec("oasis", model, **common, config={"budget_tokens": args.budget, "admission": how, "host_cache_bytes": 4 << 30})
+              **{how: StackSpec("oasis", model, **common, decode_flags=NO_REUSE,
+                                config={"budget_tokens": args.budget, "admission": how, "host_cache_bytes": 4 << 30})
                  for how in ("selected", "full")}}
     with tempfile.TemporaryDirectory(prefix="oasis-capacity-") as scratch:
         folder = args.logs or Path(scratch)

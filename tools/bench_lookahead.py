@@ -21,6 +21,7 @@ from quality_prompts import cases
 
 from oasis_sglang import models
 from oasis_sglang.client import generate
+from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.stack import Stack, StackSpec, import_environment
@@ -65,7 +66,7 @@ def main() -> None:
             stacks = {}
             for name, (flags, options) in variants.items():
                 config = {"budget_tokens": args.budget, **({"profile": args.profile} if args.profile else {}), **options}
-                spec = StackSpec("oasis", model, config=config, decode_flags=flags, max_total_tokens=16_000, arena_bytes=1 << 30)
+                spec = StackSpec("oasis", model, config=config, decode_flags=(*flags, *NO_REUSE), max_total_tokens=16_000, arena_bytes=1 << 30)
                 stacks[name] = running.enter_context(Stack(spec, processes, run_dir=Path(folder) / name.replace(" ", "-")))
             for stack in stacks.values():  # prompts are computed once, before
                 for case in chosen:

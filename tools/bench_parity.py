@@ -22,6 +22,7 @@ from pathlib import Path
 
 from oasis_sglang import models
 from oasis_sglang.client import generate
+from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker, library_text
 from oasis_sglang.stack import Stack, StackSpec, import_environment
@@ -70,7 +71,7 @@ def main() -> None:
                     "output_tokens": OUTPUT_TOKENS, "latency": [], "idle_cores": {}}
     with Processes(log=run_dir / "zygote.log", env=import_environment()) as processes:
         with (Stack(StackSpec("stock", model, flags=("--dtype", args.dtype)), processes, run_dir=run_dir / "stock", progress=say) as stock,
-              Stack(StackSpec("oasis", model, flags=("--dtype", args.dtype), config={"mode": "exact"}), processes,
+              Stack(StackSpec("oasis", model, flags=("--dtype", args.dtype, *NO_REUSE), config={"mode": "exact"}), processes,
                     run_dir=run_dir / "oasis", progress=say) as oasis):
             for length in map(int, args.lengths.split(",")):
                 row = measure(stock, oasis, maker, text, length, args.pairs, args.dtype)

@@ -29,6 +29,7 @@ from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from oasis_sglang import models
 from oasis_sglang.client import Generation, generate_on_pair
+from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.stack import Stack, StackSpec, import_environment
@@ -157,7 +158,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="oasis-quality-") as folder:
         scratch = Path(folder)
         with (Processes(log=scratch / "zygote.log", env=import_environment()) as processes,
-              Stack(StackSpec("oasis", model, config=options, flags=flags, decode_flags=drafts, max_total_tokens=16_000, arena_bytes=3 << 30), processes,
+              Stack(StackSpec("oasis", model, config=options, flags=flags, decode_flags=(*drafts, *NO_REUSE), max_total_tokens=16_000,
+                              arena_bytes=3 << 30), processes,
                     run_dir=args.logs or scratch / "run") as stack):
             for case in chosen:
                 # Prefill computes once, so that all that are timed find the prompt in its cache.

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode_node.block_store import BlockStore
 from decode_node.budget import make_budget
 from decode_node.entry import Entry, Swaps
 from decode_node.host_cache import HostCache
@@ -27,10 +28,10 @@ from decode_node.lookahead import Lookahead
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.pull import Pull
+from decode_node.reuse import Reuse
 from decode_node.stepper import Stepper
 from decode_node.working_set import WorkingSets
 from oasis_sglang.selection import planner
-from oasis_sglang.selection.scorer import block_mass
 from oasis_sglang.selection.summaries import SUMMARIES
 from transport.layout import KVLayout
 
@@ -64,30 +65,40 @@ def main() -> None:
     need = budget.need(args.tokens, 128)
     table = PageTable(b + 1, need.pages, PAGE, "cpu")
     kv = torch.randn(args.layers, 2, (b * need.pages + 1) * PAGE, args.kv_heads, dim)
-    sets = WorkingSets(layout, summary, sets=b, blocks=blocks + 16, working=budget.working, sink=1, recent=4, device="cpu")
-    cache = HostCache(b, layout.pieces, blocks + 16, layout.piece_bytes, b * blocks * layout.payload_bytes)
+    numbers = b * (blocks + 16)
+    sets = WorkingSets(layout, summary, sets=b, blocks=blocks + 16, numbers=numbers, working=budget.working, sink=1, recent=4, device="cpu")
+    cache = HostCache(layout.pieces, numbers, layout.piece_bytes, b * blocks * layout.payload_bytes)
     pool = PoolPieces(kv, layout)
+    store = BlockStore(numbers, layout.pieces, cache)
     totals = Counter()
     lookahead = Lookahead(sets=sets, cache=cache, group=args.group, scale=dim**-0.5, cap=2, warmup=0, ahead=1, trust=0.25, pull=lambda *_: None, totals=totals)
-    stepper = Stepper(table=table, sets=sets, cache=cache, pool=pool, lookahead=lookahead, wait_seconds=1, totals=totals)
+    stepper = Stepper(table=table, sets=sets, cache=cache, pool=pool, lookahead=lookahead,
+                      reuse=Reuse(store, cache, sets, table, pool, enabled=False), wait_seconds=1, totals=totals)
     query_rows = args.draft or 1
     entries, data = [], np.zeros((blocks, layout.piece_bytes), np.uint8)
     for row in range(b):
         entry = Entry(row=row, rid=str(row), prompt=args.tokens, budget=budget, need=need, pull=Pull(row, "", 0.0), set=sets.acquire(),
-                      pages=np.arange(1 + row * need.pages, 1 + (row + 1) * need.pages))
+                      numbers=store.acquire([], blocks), pages=np.arange(1 + row * need.pages, 1 + (row + 1) * need.pages))
         table.bind(row, entry.pages, tokens=args.tokens, working=budget.working, most_working=budget.working, most_tail=budget.tail)
         ranking = np.argsort(np.random.default_rng(row).random((layout.pieces, blocks)), 1)
         sets.place(entry.set, planner.initial_selection(ranking, blocks, budget.working, 1, 4), blocks)
-        sets.raw[entry.set, :, :blocks] = summary.build(torch.randn(layout.pieces, blocks, PAGE, dim))
+        sets.bind(entry.set, 0, entry.numbers)
+        sets.raw[:, entry.numbers] = summary.build(torch.randn(layout.pieces, blocks, PAGE, dim))
         for piece in range(layout.pieces):
-            cache.insert(entry.set, np.full(blocks, piece), np.arange(blocks), data)
+            cache.insert(np.full(blocks, piece), entry.numbers, data)
         entries.append(entry)
     rows, lengths = np.arange(b), np.full(b, args.tokens + 1)
     queries = torch.randn(b * query_rows, args.kv_heads * args.group * dim)
     index, counts = torch.arange(b), torch.full((b,), blocks)
     scaled = torch.randn(b, layout.pieces, query_rows, args.group, dim) * dim**-0.5
-    held = cache.held(rows, blocks)
-    mass = block_mass(summary, scaled, sets.raw[index, :, :blocks], counts)[:, 0]
+
+    def scores():
+        return sets.score(rows, slice(0, layout.pieces), scaled, blocks)
+
+    def held():
+        return cache.held(sets.number[:, :blocks]).transpose(1, 0, 2)
+
+    here, mass = torch.from_numpy(held()), scores()[:, 0]
 
     def commit():
         for entry in entries:
@@ -129,11 +140,11 @@ def main() -> None:
 
     def plan():
         planner.plan(mass, sets.ema[index, :, :blocks], sets.slot_of[index, :, :blocks], sets.pinned(range(b), blocks), torch.full((b,), budget.working),
-                     counts, torch.from_numpy(held), sets.flying[index, :, :blocks], torch.full((b,), 2), floor=1)
+                     counts, here, sets.flying[index, :, :blocks], torch.full((b,), 2), floor=1)
 
     figures = {
-        "what the host cache holds": milliseconds(lambda: cache.held(rows, blocks), args.repeat),
-        "scores": milliseconds(lambda: block_mass(summary, scaled, sets.raw[index, :, :blocks], counts), args.repeat),
+        "what the host cache holds": milliseconds(held, args.repeat),
+        "scores": milliseconds(scores, args.repeat),
         "plan": milliseconds(plan, args.repeat),
         "tap, scores, plan and settle, one after the other": milliseconds(whole_step, args.repeat),
         "begin of step, nothing to commit": milliseconds(lambda: (setattr_none(entries), begin()), args.repeat),

@@ -1,9 +1,9 @@
 """Checksums of records, of their pieces and of their index.
 
-Each piece has an XXH3-64 *digest*, seeded with its record's generation: it ties the bytes to one use of the record, so a
-reader that pulled nothing but this piece notices both damage and a record that was freed and written again. The record's
-*root*, in the manifest, is the XXH3-64 of its digests. The index carries its digests and, behind the summaries, a
-checksum of those. All of it guards against faults, not against an adversary (the control plane's authentication does that).
+Each piece has an XXH3-64 *digest* of its bytes, so a reader that pulled nothing but this piece notices both damage and a
+record that was freed and written again. The record's *root*, in the manifest, is the XXH3-64 of its digests: equal roots
+mean equal bytes, in whichever arena. The index carries its digests and, behind the summaries, a checksum of those, seeded with
+the record's generation. All of it guards against faults, not against an adversary (the control plane's authentication does that).
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from transport.errors import IntegrityError
 from transport.layout import KVLayout
 
 
-def _checksums(rows: np.ndarray, seeds: np.ndarray) -> np.ndarray:
+def _checksums(rows: np.ndarray, seeds: np.ndarray | None = None) -> np.ndarray:
     """uint64 [n] XXH3-64 of ``rows`` uint8 [n, bytes] (each contiguous), seeded with ``seeds`` uint64 [n]."""
-    return np.fromiter(map(xxhash.xxh3_64_intdigest, rows, seeds.tolist()), np.uint64, len(rows))
+    more = () if seeds is None else (seeds.tolist(),)
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, rows, *more), np.uint64, len(rows))
 
 
-def piece_digests(payloads: np.ndarray, generations: np.ndarray, pieces: int) -> np.ndarray:
-    """uint64 [n, pieces] digests of ``payloads`` uint8 [n, payload_bytes] (C-contiguous) with ``generations`` uint64 [n]."""
-    rows = payloads.reshape(len(payloads) * pieces, -1)
-    return _checksums(rows, np.repeat(generations, pieces)).reshape(len(payloads), pieces)
+def piece_digests(payloads: np.ndarray, pieces: int) -> np.ndarray:
+    """uint64 [n, pieces] digests of ``payloads`` uint8 [n, payload_bytes] (C-contiguous)."""
+    return _checksums(payloads.reshape(len(payloads) * pieces, -1)).reshape(len(payloads), pieces)
 
 
-def roots(digests: np.ndarray, generations: np.ndarray) -> np.ndarray:
+def roots(digests: np.ndarray) -> np.ndarray:
     """uint64 [n] roots of records with piece ``digests`` uint64 [n, pieces]."""
-    return _checksums(np.ascontiguousarray(digests).view(np.uint8), generations)
+    return _checksums(np.ascontiguousarray(digests).view(np.uint8))
 
 
 def index_rows(digests: np.ndarray, summaries: np.ndarray | None, generations: np.ndarray, layout: KVLayout) -> np.ndarray:
@@ -42,11 +42,11 @@ def index_rows(digests: np.ndarray, summaries: np.ndarray | None, generations: n
     return rows
 
 
-def verify_records(payloads: np.ndarray, generations: np.ndarray, expected: np.ndarray, records: np.ndarray, layout: KVLayout, *,
+def verify_records(payloads: np.ndarray, expected: np.ndarray, records: np.ndarray, layout: KVLayout, *,
                    peer: str, room: int) -> None:
     """Whole records against their roots. Raises ``IntegrityError`` naming the first record whose bytes are not those that
     were published."""
-    found = roots(piece_digests(payloads, generations, layout.pieces), generations)
+    found = roots(piece_digests(payloads, layout.pieces))
     _require("records", found == expected, records, peer, room)
 
 
@@ -58,14 +58,14 @@ def verify_index(index: np.ndarray, generations: np.ndarray, expected: np.ndarra
     digests = index[:, :head].copy().view(np.uint64)
     summaries = index[:, head:-8].copy()
     sums = index[:, -8:].copy().view(np.uint64)[:, 0]
-    fine = (roots(digests, generations) == expected) & (_checksums(summaries, generations) == sums)
+    fine = (roots(digests) == expected) & (_checksums(summaries, generations) == sums)
     _require("record indexes", fine, records, peer, room)
     return digests, summaries.reshape(len(index), layout.pieces, layout.summary_bytes)
 
 
-def verify_pieces(pieces: np.ndarray, generations: np.ndarray, expected: np.ndarray, records: np.ndarray, *, peer: str, room: int) -> None:
+def verify_pieces(pieces: np.ndarray, expected: np.ndarray, records: np.ndarray, *, peer: str, room: int) -> None:
     """``pieces`` uint8 [n, piece_bytes] of ``records`` [n] against their digests ``expected`` uint64 [n]. Raises ``IntegrityError``."""
-    _require("pieces", _checksums(pieces, generations) == expected, records, peer, room)
+    _require("pieces", _checksums(pieces) == expected, records, peer, room)
 
 
 def _require(what: str, fine: np.ndarray, records: np.ndarray, peer: str, room: int) -> None:

@@ -1,7 +1,8 @@
 """The whole protocol on one page: frozen msgspec structs, msgpack on the wire, never pickle.
 
-Two conversations, one vocabulary. A *worker* (prefill rank) talks to its node's tier over a unix socket whose closing
-tells the tier that the writer is dead; a *reader* (decode rank) talks over ZeroMQ. Each request carries ``seq`` and is
+Three conversations, one vocabulary. A *worker* (prefill rank) talks to its node's tier over a unix socket whose closing
+tells the tier that the writer is dead; a *reader* (decode rank) talks over ZeroMQ, and so does a *tier* with the memory
+nodes to which it moves what is committed: it opens rooms there as a worker does, and fills them. Each request carries ``seq`` and is
 answered by exactly one reply with the same ``seq``: its result or a ``Failure``. Unknown fields and tags are refused;
 ``PROTOCOL`` is compared in ``Hello``.
 
@@ -19,11 +20,11 @@ from transport.dataplane import Endpoint
 from transport.errors import OasisError, ProtocolError, from_wire
 from transport.layout import ArenaGeometry, KVLayout
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_MESSAGE = 64 << 20
 """Bytes of one message at most: a manifest of a million tokens is about 1.5 MB."""
 MAX_READER_MESSAGE = 1 << 20
-"""Bytes of what a reader may send: the longest is a renewal of all its leases."""
+"""Bytes of what a reader may send: a renewal of all its leases, or the hashes of a prompt of half a million tokens."""
 MAX_RECORDS = 1 << 20
 """Records of one prompt at most."""
 LENGTH = struct.Struct("<I")
@@ -38,7 +39,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True,
 
 
 class Hello(Message):
-    """First message. ``role``: "worker" or "reader". The tier refuses another protocol, layout or model by name."""
+    """First message. ``role``: "worker", "reader" or "tier". The tier refuses another protocol, layout or model by name.
+    ``control`` of a tier: its own, by which its next connection is known to replace this one."""
 
     protocol: int
     role: str
@@ -46,6 +48,7 @@ class Hello(Message):
     rank: int
     layout: KVLayout
     fingerprint: str
+    control: str = ""
 
 
 class Welcome(Message):
@@ -53,7 +56,8 @@ class Welcome(Message):
 
     ``control`` is the ZeroMQ address readers use; ``planes`` the kinds of data plane the tier serves and ``endpoints``
     those of them that are up: a plane that died comes back under another endpoint, which a reader learns by saying
-    ``Hello`` again. Over the unix socket the arena's file descriptor follows in the same packet.
+    ``Hello`` again. ``memory_nodes`` are the ZeroMQ addresses of the tiers to which this one moves what is committed: a
+    reader that loses this tier asks there. Over the unix socket the arena's file descriptor follows in the same packet.
     """
 
     epoch: str
@@ -62,6 +66,7 @@ class Welcome(Message):
     endpoints: tuple[Endpoint, ...]
     planes: tuple[str, ...]
     lease_seconds: float
+    memory_nodes: tuple[str, ...] = ()
 
 
 class Failure(Message):
@@ -87,20 +92,22 @@ class Ping(Message):
 class Open(Message):
     """Reserves a room and all records of its prompt, or nothing.
 
-    ``hashes``: 32 bytes per whole page, in order; a page already sealed in the tier is leased again.
+    ``hashes``: 32 bytes per whole page, in order; a page already sealed in the tier is leased again. ``seed``: 32 bytes,
+    start of their chain (empty: the prompt has none); readers get both, to know their own copies again.
     ``private``: pages without a hash behind them (the partial page, or all pages of an unhashable prompt).
     Errors: ``DuplicateRoom``; ``CapacityError`` (``retryable`` unless the prompt can never fit).
     """
 
     room: int
     rank: int
+    seed: bytes
     hashes: bytes
     private: int
 
 
 class Opened(Message):
     """``records`` u32, ``generations`` u64 and ``roots`` u64 per page; ``fresh`` one byte per page: 1 = to be written.
-    ``roots`` are the checksums of the pages that need no writing."""
+    ``roots`` are the checksums of the pages that need no writing. ``NOWHERE`` in place of a record: a memory node has it."""
 
     records: bytes
     generations: bytes
@@ -129,11 +136,30 @@ class Abort(Message):
     reason: str
 
 
+class Fill(Message):
+    """A tier's commit at a memory node, which first pulls the room's fresh pages from that tier's arena and checks them.
+
+    ``sources`` u32 and ``generations`` u64 per fresh page, in order: their records there; ``geometry`` and ``endpoints``: of
+    that arena. The rest as in ``Commit``. Replies ``Ok``. After an error the room is still open, to be filled again or aborted.
+    """
+
+    room: int
+    rank: int
+    prompt_tokens: int
+    roots: bytes
+    ranking: bytes
+    metadata: tuple[bytes, ...]
+    sources: bytes
+    generations: bytes
+    geometry: ArenaGeometry
+    endpoints: tuple[Endpoint, ...]
+
+
 # -- reader -> tier ---------------------------------------------------------------------------------------------
 
 
 class Await(Message):
-    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``. Replies ``Manifest``;
+    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``. Replies ``Manifest``, or ``Moved``;
     errors ``RoomFailed``, ``DeadlineExceeded``, ``DuplicateRoom`` (claimed by another reader), ``StaleEpoch``."""
 
     epoch: str
@@ -143,7 +169,8 @@ class Await(Message):
 
 
 class Manifest(Message):
-    """What a decode node needs to admit a request: where the records are, what they hold, how long they stay."""
+    """What a decode node needs to admit a request: where the records are, what they hold, how long they stay. ``seed`` and
+    ``hashes`` as in ``Open``."""
 
     epoch: str
     room: int
@@ -153,11 +180,19 @@ class Manifest(Message):
     layout: KVLayout
     fingerprint: str
     prompt_tokens: int
+    seed: bytes
+    hashes: bytes
     records: bytes
     generations: bytes
     roots: bytes
     ranking: bytes
     metadata: tuple[bytes, ...]
+
+
+class Moved(Message):
+    """The room was committed and is at another tier, the memory node at ``control``: await it there."""
+
+    control: str
 
 
 class Renew(Message):
@@ -186,8 +221,42 @@ class Cancel(Message):
     rank: int
 
 
-Request = Hello | Ping | Open | Commit | Abort | Await | Renew | Release | Cancel
-Reply = Welcome | Ok | Failure | Opened | Manifest | Renewed
+class Lookup(Message):
+    """Which of these pages does the tier hold? ``hashes`` as in ``Open``. ``hold``: lease those that it does, until
+    ``Release`` or expiry, as a manifest's lease. Replies ``Held``."""
+
+    epoch: str
+    hashes: bytes
+    hold: bool
+
+
+class Held(Message):
+    """``records`` u32, ``generations`` and ``roots`` u64, per hash; ``NOWHERE`` for those that are not here. ``lease``: 0
+    when nothing is held."""
+
+    records: bytes
+    generations: bytes
+    roots: bytes
+    lease: int
+    lease_seconds: float
+
+
+class Donate(Message):
+    """Whole blocks that the reader has computed: ``hashes`` as in ``Open``, of consecutive pages after the first ``depth`` of their
+    chain; ``payloads`` and ``summaries`` as in records. Replies ``Ok``; errors ``CapacityError`` when there is no room."""
+
+    epoch: str
+    depth: int
+    hashes: bytes
+    payloads: bytes
+    summaries: bytes
+
+
+NOWHERE = (1 << 32) - 1
+"""In place of a record: there is none."""
+
+Request = Hello | Ping | Open | Commit | Fill | Abort | Await | Renew | Release | Cancel | Lookup | Donate
+Reply = Welcome | Ok | Failure | Opened | Manifest | Moved | Renewed | Held
 
 _encoder = msgspec.msgpack.Encoder()
 _requests = msgspec.msgpack.Decoder(Request)

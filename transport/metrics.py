@@ -17,6 +17,21 @@ _TOTALS = {
     "leases_expired": "Leases that ran out: their reader died or stalled.",
     "pages_fresh": "Prompt pages that had to be written.",
     "pages_reused": "Prompt pages found in the tier by content hash.",
+    "lookups": "Requests that asked which pages are held.",
+    "lookup_pages": "Pages asked for in them.",
+    "lookup_hits": "Of those, pages held.",
+    "pages_donated": "Pages that decode nodes had generated and that were kept.",
+    "bytes_donated": "Bytes of those pages.",
+    "rooms_moved": "Rooms moved to a memory node.",
+    "pages_there": "Prompt pages that the memory node had already: neither written nor moved.",
+    "pages_moved": "Pages that rooms took to a memory node.",
+    "bytes_moved": "Bytes of those pages, each once.",
+    "moves_retried": "Moves to a memory node that failed and were tried again.",
+    "moves_failed": "Moves to a memory node given up.",
+    "rooms_filled": "Rooms of other tiers filled here, as a memory node.",
+    "bytes_filled": "Bytes read from other tiers' arenas for them: the first of the two hops of a prompt.",
+    "fills_failed": "Attempts to fill a room that failed.",
+    "mover_restarts": "Processes that move records started again after one ended.",
     "refused": "Requests answered with an error.",
     "internal_errors": "Faults of ours caught while a request was handled.",
     "data_plane_restarts": "Data plane processes started again after one ended.",
@@ -39,5 +54,9 @@ class TierCollector:
         for name, text in (("rooms", "Rooms open or committed and unclaimed."), ("leases", "Leases held by decode workers."),
                            ("waiters", "Decode workers' requests waiting for a commit."), ("workers", "Attached prefill workers.")):
             yield GaugeMetricFamily(f"oasis_tier_{name}", text, value=inventory[name])
+        for name, text in (("moves", "Moves of rooms between tiers under way."), ("redirects", "Rooms whose readers are sent to a memory node."),
+                           ("tiers", "Other tiers connected to this memory node.")):
+            yield GaugeMetricFamily(f"oasis_tier_{name}", text, value=inventory.get(name, 0))
+        yield CounterMetricFamily("oasis_tier_evicted", "Cached records given up for room.", value=self.tier.table.evicted)
         for name, text in _TOTALS.items():
             yield CounterMetricFamily(f"oasis_tier_{name}", text, value=self.tier.totals[name])

@@ -4,7 +4,8 @@
                      `--> FREE (aborted, or its writer is known to be dead)
 
 WRITING is never reclaimed by a timeout: a slow writer still has the memory mapped. A sealed record that nobody holds
-stays as a cache, found by its content hash, until its memory is wanted (least recently used first). ``generation``
+stays as a cache, found by its content hash, until its memory is wanted: least recently used first, and of pages used together
+the deepest of their chain first, since a prefix is of use without what follows it and not the other way round. ``generation``
 grows whenever a record is freed, so a stale reader can tell.
 """
 
@@ -14,17 +15,28 @@ import itertools
 
 import numpy as np
 
-from transport.errors import CapacityError
+from transport.errors import CapacityError, ProtocolError
 
 FREE, WRITING, SEALED, LEASED = range(4)
 HASH_BYTES = 32
+MAX_HASHES = 1 << 20
+"""Of one prompt at most."""
+
+
+def split_hashes(raw: bytes, **about) -> list[bytes]:
+    """Raises ``ProtocolError`` (naming ``about``: room, peer) when these are not whole hashes, or too many."""
+    n, rest = divmod(len(raw), HASH_BYTES)
+    if rest or n > MAX_HASHES:
+        raise ProtocolError(f"{len(raw)} bytes are no list of page hashes", limit=f"{MAX_HASHES} pages", **about)
+    return [raw[i : i + HASH_BYTES] for i in range(0, len(raw), HASH_BYTES)]
 
 
 class RecordTable:
     """States of ``n`` records. One owner: the tier's control loop; not thread safe.
 
     Arrays [n]: ``state`` uint8, ``holders`` int32 (rooms and leases that pin the record), ``generation`` uint64,
-    ``root`` uint64 (checksum of a sealed record), ``used`` uint64 (logical time of last use).
+    ``root`` uint64 (checksum of a sealed record), ``used`` uint64 (logical time of last use), ``depth`` int64 (pages before it
+    in its chain).
     """
 
     def __init__(self, n: int):
@@ -34,6 +46,8 @@ class RecordTable:
         self.generation = np.ones(n, np.uint64)
         self.root = np.zeros(n, np.uint64)
         self.used = np.zeros(n, np.uint64)
+        self.depth = np.zeros(n, np.int64)
+        self.evicted = 0
         self._hash_of: dict[int, bytes] = {}
         self._by_hash: dict[bytes, int] = {}
         self._clock = itertools.count(1)
@@ -53,18 +67,21 @@ class RecordTable:
         pages = len(hashes) + private
         if pages > self.size:
             raise CapacityError("the prompt has more pages than the arena has records", limit=f"{pages} of {self.size} records")
-        held = np.fromiter((self._by_hash.get(h, -1) for h in hashes), np.int64, len(hashes))
-        records = np.concatenate([held, np.full(private, -1, np.int64)])
+        records = np.concatenate([self.find(hashes), np.full(private, -1, np.int64)])
         fresh = records < 0
         hits = records[~fresh]
         # Pin the hits before looking for victims: they must not be evicted for this very prompt.
-        self._hold(hits)
+        self.hold(hits)
         try:
             records[fresh] = self._take(int(fresh.sum()))
         except CapacityError:
             self.unhold(hits)
             raise
         return records, fresh
+
+    def find(self, hashes: list[bytes]) -> np.ndarray:
+        """int64 [n]: the sealed record of each hash, -1 where there is none."""
+        return np.fromiter((self._by_hash.get(h, -1) for h in hashes), np.int64, len(hashes))
 
     def _take(self, n: int) -> np.ndarray:
         """``n`` records, now WRITING with one holder. Lowest indices first, so that runs stay contiguous."""
@@ -74,36 +91,47 @@ class RecordTable:
             if len(free) + len(cached) < n:
                 raise CapacityError("the arena is full", retryable=True,
                                     limit=f"{n} records wanted, {len(free) + len(cached)} of {self.size} available")
-            victims = cached[np.argsort(self.used[cached], kind="stable")[: n - len(free)]]
+            victims = cached[np.lexsort((-self.depth[cached], self.used[cached]))[: n - len(free)]]
             self._free(victims)
+            self.evicted += len(victims)
             free = np.flatnonzero(self.state == FREE)
         taken = free[:n]
         self.state[taken] = WRITING
         self.holders[taken] = 1
         return taken
 
-    def _hold(self, records: np.ndarray) -> None:
+    def hold(self, records: np.ndarray) -> None:
+        """One holder more each, of sealed records."""
         np.add.at(self.holders, records, 1)
         self.state[records] = LEASED
         self.used[records] = next(self._clock)
 
-    def seal(self, records: np.ndarray, roots: np.ndarray, hashes: list[bytes | None]) -> None:
+    def seal(self, records: np.ndarray, roots: np.ndarray, hashes: list[bytes | None], depths: np.ndarray | int = 0) -> None:
         """WRITING -> LEASED by the room that wrote them. A hash that another writer sealed meanwhile keeps its first
         record; ours then stays private."""
         assert (self.state[records] == WRITING).all(), "sealing a record that is not being written"
         self.state[records] = LEASED
-        self.root[records] = roots
+        self.root[records], self.depth[records] = roots, depths
         self.used[records] = next(self._clock)
         for record, digest in zip(records.tolist(), hashes):
             if digest is not None and digest not in self._by_hash:
                 self._by_hash[digest] = record
                 self._hash_of[record] = digest
 
+    def disown(self, records: np.ndarray) -> None:
+        """Their bytes are not what was published: they are found no more, and free once nobody holds them."""
+        for record in records.tolist():
+            digest = self._hash_of.pop(record, None)
+            if digest is not None:
+                del self._by_hash[digest]
+
     def unhold(self, records: np.ndarray) -> None:
         """One holder less each. A record without holders becomes cached if it has a hash and is sealed, else free."""
         if not len(records):
             return
         np.subtract.at(self.holders, records, 1)
+        # One time for all: pages that a prompt found are otherwise older than those it wrote behind them, and go first.
+        self.used[records] = next(self._clock)
         assert (self.holders[records] >= 0).all(), "a record was let go twice"
         loose = records[self.holders[records] == 0]
         hashed = np.fromiter((r in self._hash_of for r in loose.tolist()), bool, len(loose))

@@ -2,18 +2,17 @@
 
 It imports neither torch nor SGLang: KV must survive the workers. A NIXL peer on TCP can read and write the memory of
 the process that serves it and may bring it down, so that plane runs in a child that maps only the arena; the tier
-starts it again when it ends. One asyncio loop runs the control plane:
+starts it again when it ends, and so does what moves records from other tiers here. One asyncio loop runs the control plane:
 
-* a unix socket for the node's workers, which hands out the arena's descriptor and whose end of file says that a worker
-  is dead (frames: 4-byte little-endian length, then one message);
-* a ZeroMQ ROUTER for readers;
-* HTTP: ``/healthz`` (this loop runs), ``/readyz`` (all sockets listen, all data planes serve), ``/metrics``.
+* a unix socket for the node's workers, which hands out the arena's descriptor (``worker_sockets``);
+* a ZeroMQ ROUTER for readers, and for other tiers unless this one itself has memory nodes;
+* with memory nodes, a ZeroMQ DEALER to each (``upstream``);
+* HTTP: ``/healthz``, ``/readyz`` (all sockets listen, all data planes serve), ``/metrics``, ``/state`` (``status``).
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import json
 import logging
 import os
@@ -25,18 +24,26 @@ from dataclasses import dataclass, field
 
 import zmq
 import zmq.asyncio
-from aiohttp import web
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from transport import messages as m
 from transport.arena import Arena
 from transport.dataplane import DataServer
+from transport.donation import Donations, refuse
 from transport.errors import ConfigError, ProtocolError
-from transport.messages import LENGTH
+from transport.fill import MemoryTier
+from transport.memory_nodes import MemoryNodes
 from transport.metrics import TierCollector
+from transport.mover import Mover
+from transport.moving import Ended
 from transport.planes import make_server
 from transport.planes.host import HostedServer
-from transport.tier import Tier, TierLimits
+from transport.relay import RelayTier
+from transport.rooms import TierLimits
+from transport.status import serve_http
+from transport.tier import Tier
+from transport.upstream import Links
+from transport.worker_sockets import WorkerSockets, listen
 
 log = logging.getLogger("oasis.tier")
 
@@ -45,13 +52,17 @@ log = logging.getLogger("oasis.tier")
 class TierOptions:
     """``local``: path of the unix socket. ``listen``/``http``: host:port, port 0 = any free one (it is advertised).
     ``advertise``: the host that readers are told (default: the one listened on). ``planes``: data planes to serve,
-    preferred first. ``allow_plaintext``: serve other hosts although nothing is encrypted or authenticated yet."""
+    preferred first. ``memory_nodes``: where what is committed here is moved to (see ``MemoryNodes``); empty: nowhere.
+    ``accept_generated``: decode nodes may donate what they generate. ``allow_plaintext``: serve other hosts although nothing is
+    encrypted or authenticated yet."""
 
     local: str
     listen: str = "127.0.0.1:0"
     http: str = "127.0.0.1:0"
     arena_bytes: int = 1 << 30
     planes: tuple[str, ...] = ("nixl", "zmq")
+    memory_nodes: str = ""
+    accept_generated: bool = False
     advertise: str = ""
     node: str = ""
     allow_plaintext: bool = False
@@ -90,6 +101,7 @@ class TierServer:
                               "on a trusted network add --allow-plaintext")
         if self.host in ("0.0.0.0", "::") and not options.advertise:
             raise ConfigError("--listen on every interface needs --advertise HOST: readers must be told one address")
+        self.nodes = MemoryNodes(options.memory_nodes) if options.memory_nodes else None
         self.ready = asyncio.Event()
         self.stopping = asyncio.Event()
         self._tasks: set[asyncio.Task] = set()
@@ -99,38 +111,37 @@ class TierServer:
         self.arena = Arena.create(options.arena_bytes)
         self.servers: list[DataServer] = []
         context = zmq.asyncio.Context()
-        router = context.socket(zmq.ROUTER)
-        local = None
-        runner = None
+        self.router = context.socket(zmq.ROUTER)
+        self.links: Links | None = None
+        self.mover: Mover | None = None
+        self.workers: WorkerSockets | None = None
+        local = runner = None
         try:
             for kind in options.planes:
                 self.servers.append(self._serve(kind))
-            router.setsockopt(zmq.LINGER, 0)
-            router.setsockopt(zmq.ROUTER_HANDOVER, 1)
-            router.setsockopt(zmq.MAXMSGSIZE, m.MAX_READER_MESSAGE)
-            router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
-            try:
-                router.bind(f"tcp://{self.host}:{self.port or '*'}")
-            except zmq.ZMQError as error:
-                raise ConfigError(f"--listen {self.host}:{self.port}: {error.strerror}") from error
-            port = router.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2]
-            self.control = f"tcp://{self.advertise}:{port}"
-            self.tier = Tier(epoch=self.epoch, arena_size=options.arena_bytes, control=self.control,
-                             endpoints=tuple(s.endpoint for s in self.servers if s.endpoint), planes=options.planes,
-                             limits=options.limits)
-            self.router = router
-            self.connections: dict[object, socket.socket] = {}
-            local = self._listen_local(options.local)
-            runner = await self._serve_http()
+            self.control = self._bind()
+            self.tier = self._make_tier(context)
+            self.tier.serve(m.Donate, Donations(self.tier, self.arena.bytes).take if options.accept_generated else refuse)
+            self.workers = WorkerSockets(self.tier, self.arena.fd, spawn=self._spawn, settled=self._flush)
+            local = listen(options.local)
+            registry = CollectorRegistry()
+            registry.register(TierCollector(self.tier, self.arena))
+            runner, self.http_port = await serve_http(self.http_host, self.http_port, registry=registry, missing=self._missing, state=self._state)
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stopping.set)
-            for work in (self._accept(local), self._readers(), self._clock()):
-                self._spawn(work)
+            work = [self.workers.accept(local), self._remote(), self._clock()]
+            if self.nodes is not None:
+                await self.nodes.refresh()
+                work += [self.links.run(), self.nodes.watch()]
+            else:
+                work.append(self.mover.run())
+            for one in work:
+                self._spawn(one)
             self.ready.set()
             log.info("tier %s ready: %s", self.epoch[:8], json.dumps(
-                {"local": options.local, "control": self.control, "http": f"{self.http_host}:{self.http_port}",
-                 "arena_bytes": options.arena_bytes, "planes": list(options.planes)}))
+                {"local": options.local, "control": self.control, "http": f"{self.http_host}:{self.http_port}", "arena_bytes": options.arena_bytes,
+                 "planes": list(options.planes), "memory_nodes": list(self.nodes.addresses) if self.nodes else []}))
             await self.stopping.wait()
         finally:
             for task in self._tasks:
@@ -138,17 +149,38 @@ class TierServer:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             if runner is not None:
                 await runner.cleanup()
-            for connection in list(getattr(self, "connections", {}).values()):
-                connection.close()
+            if self.links is not None:
+                self.links.close()
+            if self.workers is not None:
+                self.workers.close()
             if local is not None:
                 local.close()
                 with suppress(FileNotFoundError):
                     os.unlink(options.local)
-            router.close(linger=0)
+            self.router.close(linger=0)
             context.term()
             for server in self.servers:
                 server.close()
             log.info("tier %s stopped", self.epoch[:8])
+
+    @property
+    def connections(self) -> dict:
+        """Of workers."""
+        return self.workers.connections
+
+    def _make_tier(self, context: zmq.asyncio.Context) -> Tier:
+        about = dict(epoch=self.epoch, arena_size=self.options.arena_bytes, control=self.control, planes=self.options.planes,
+                     endpoints=tuple(s.endpoint for s in self.servers if s.endpoint), limits=self.options.limits)
+        if self.nodes is None:
+            self.mover = Mover(self.arena.fd, self.arena.size, self.node, self._ended)
+            return MemoryTier(**about)
+
+        def hello() -> dict:
+            return dict(node=self.node, rank=0, layout=tier.layout, fingerprint=tier.fingerprint, control=self.control)
+
+        self.links = Links(context, hello, lost=lambda address, error: tier.node_lost(address, error), settled=self._flush)
+        tier = RelayTier(nodes=self.nodes, upstream=self.links, **about)
+        return tier
 
     # -- data planes --------------------------------------------------------------------------------------------
 
@@ -168,158 +200,92 @@ class TierServer:
         self.tier.endpoints = tuple(s.endpoint for s in self.servers if s.endpoint)
         self.tier.totals["data_plane_restarts"] = sum(s.restarts for s in self.servers)
 
-    # -- workers: unix socket -----------------------------------------------------------------------------------
+    # -- control ------------------------------------------------------------------------------------------------
 
-    def _listen_local(self, path: str) -> socket.socket:
-        os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
+    def _bind(self) -> str:
+        """Binds the ROUTER; returns the address that readers are told. Raises ``ConfigError``."""
+        self.router.setsockopt(zmq.LINGER, 0)
+        self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.router.setsockopt(zmq.MAXMSGSIZE, m.MAX_READER_MESSAGE if self.nodes is not None else m.MAX_MESSAGE)
+        self.router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
         try:
-            sock.bind(path)
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                sock.close()
-                raise ConfigError(f"--local {path}: {error.strerror}") from error
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                if probe.connect_ex(path) == 0:
-                    sock.close()
-                    raise ConfigError(f"--local {path}: another tier serves there") from error
-            os.unlink(path)
-            sock.bind(path)
-        os.chmod(path, 0o600)
-        sock.listen(64)
-        return sock
+            self.router.bind(f"tcp://{self.host}:{self.port or '*'}")
+        except zmq.ZMQError as error:
+            raise ConfigError(f"--listen {self.host}:{self.port}: {error.strerror}") from error
+        port = self.router.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2]
+        return f"tcp://{self.advertise}:{port}"
 
-    async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                connection, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of descriptors: those who are attached must not suffer
-                log.warning("cannot accept a worker: %s", error)
-                await asyncio.sleep(0.1)
-                continue
-            connection.setblocking(False)
-            self._spawn(self._worker(connection))
-
-    async def _worker(self, connection: socket.socket) -> None:
-        session = object()
-        self.connections[session] = connection
-        try:
-            while True:
-                (length,) = LENGTH.unpack(await self._read(connection, LENGTH.size))
-                if not 0 < length <= m.MAX_MESSAGE:
-                    raise ProtocolError("frame length out of bounds", limit=f"{m.MAX_MESSAGE} bytes")
-                request = m.decode_request(await self._read(connection, length))
-                await self._answer(session, self.tier.handle(session, request))
-                await self._flush()
-        except (EOFError, ConnectionError):
-            pass
-        except (ProtocolError, OSError) as error:  # OSError: it sends Hello without end and reads no answer
-            log.warning("worker connection dropped: %s", error)
-        finally:
-            self.connections.pop(session, None)
-            connection.close()
-            self.tier.disconnect(session)
-            with suppress(asyncio.CancelledError):
-                await self._flush()
-
-    @staticmethod
-    async def _read(connection: socket.socket, n: int) -> bytes:
-        loop, data = asyncio.get_running_loop(), bytearray()
-        while len(data) < n:
-            part = await loop.sock_recv(connection, min(n - len(data), 1 << 20))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
-
-    async def _answer(self, session: object, reply: m.Reply | None) -> None:
-        if reply is None:
-            return
-        if isinstance(session, bytes):
-            with suppress(zmq.ZMQError):  # a reader that left is told nothing
-                await self.router.send_multipart([session, m.encode(reply)])
-            return
-        connection = self.connections.get(session)
-        if connection is None:
-            return
-        raw = m.encode(reply)
-        frame = LENGTH.pack(len(raw)) + raw
-        if isinstance(reply, m.Welcome):
-            sent = socket.send_fds(connection, [frame], [self.arena.fd])
-            frame = frame[sent:]
-        if frame:
-            await asyncio.get_running_loop().sock_sendall(connection, frame)
-
-    # -- readers: ZeroMQ ----------------------------------------------------------------------------------------
-
-    async def _readers(self) -> None:
+    async def _remote(self) -> None:
+        """Readers and other tiers."""
         while True:
             identity, *frames = await self.router.recv_multipart()
             if len(frames) != 1:
                 continue
+            seq = 0
             try:
-                request = m.decode_request(frames[0], peer="reader")
-                if isinstance(request, (m.Open, m.Commit, m.Abort)) or getattr(request, "role", "reader") != "reader":
+                about = self.tier.sessions.get(identity)
+                is_tier = about is not None and about.role == "tier"
+                if len(frames[0]) > m.MAX_READER_MESSAGE and not (is_tier or self.options.accept_generated):
+                    raise ProtocolError("message too large", peer="reader", limit=f"{m.MAX_READER_MESSAGE} bytes")
+                request = m.decode_request(frames[0], peer=about.node if is_tier else "reader")
+                seq = request.seq
+                if isinstance(request, m.Commit if is_tier else (m.Open, m.Commit, m.Fill, m.Abort)) or getattr(request, "role", "") == "worker":
                     raise ProtocolError("only a local worker may publish", peer="reader")
             except ProtocolError as error:
                 self.tier.totals["refused"] += 1
-                await self._answer(identity, m.failure(error, 0))
+                self._answer(identity, m.failure(error, seq))
                 continue
-            await self._answer(identity, self.tier.handle(identity, request))
-            await self._flush()
+            reply = self.tier.handle(identity, request)
+            if reply is not None:
+                self._answer(identity, reply)
+            self._flush()
 
     async def _clock(self) -> None:
         while True:
             pause = self.tier.tick()
-            await self._flush()
+            self._flush()
             await asyncio.sleep(pause)
 
-    async def _flush(self) -> None:
-        while self.tier.outbox:
-            session, reply = self.tier.outbox.pop(0)
-            await self._answer(session, reply)
+    def _flush(self) -> None:
+        """Passes on what the tier has decided."""
+        outbox, self.tier.outbox = self.tier.outbox, []
+        for session, reply in outbox:
+            self._answer(session, reply)
+        if self.mover is not None:
+            orders, self.tier.orders = self.tier.orders, []
+            for order in orders:
+                self.mover.post(order)
+
+    def _answer(self, session: object, reply: m.Reply) -> None:
+        if not isinstance(session, bytes):
+            self.workers.send(session, reply)
+            return
+        sent = self.router.send_multipart([session, m.encode(reply)])  # at once: a ROUTER waits for nobody
+        if sent.done():
+            sent.exception()  # a reader that left is told nothing
+
+    def _ended(self, ended: Ended) -> None:
+        self.tier.moved(ended)
+        self.tier.totals["mover_restarts"] = self.mover.restarts
+        self._flush()
 
     # -- HTTP ---------------------------------------------------------------------------------------------------
 
-    async def _serve_http(self) -> web.AppRunner:
-        registry = CollectorRegistry()
-        registry.register(TierCollector(self.tier, self.arena))
+    def _missing(self) -> str:
+        if not self.ready.is_set():
+            return "starting"
+        served = [e.kind for e in self.tier.endpoints]
+        if down := [kind for kind in self.options.planes if kind not in served]:
+            return f"data plane {', '.join(down)} is being restarted"
+        if self.nodes is not None and not self.nodes.addresses:
+            return f"{self.nodes.spec} names no memory node"
+        return ""
 
-        async def healthz(_):
-            return web.Response(text="ok")
-
-        async def readyz(_):
-            if not self.ready.is_set():
-                return web.Response(status=503, text="starting")
-            served = [e.kind for e in self.tier.endpoints]
-            if down := [kind for kind in self.options.planes if kind not in served]:
-                return web.Response(status=503, text=f"data plane {', '.join(down)} is being restarted")
-            return web.Response(text="ready")
-
-        async def metrics(_):
-            return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-        async def state(_):
-            return web.json_response({"epoch": self.epoch, "control": self.control, "node": self.node,
-                                      "inventory": self.tier.inventory(), "totals": dict(self.tier.totals)})
-
-        app = web.Application()
-        app.router.add_get("/healthz", healthz)
-        app.router.add_get("/readyz", readyz)
-        app.router.add_get("/metrics", metrics)
-        app.router.add_get("/state", state)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, self.http_host, self.http_port)
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            raise ConfigError(f"--http {self.http_host}:{self.http_port}: {error.strerror}") from error
-        self.http_port = site._server.sockets[0].getsockname()[1]
-        return runner
+    def _state(self) -> dict:
+        nodes = [{"address": a, "control": self.links.control(a), "connected": self.links.connected(a), "down": self.nodes.is_down(a)}
+                 for a in (self.nodes.addresses if self.nodes else ())]
+        return {"epoch": self.epoch, "control": self.control, "node": self.node, "memory_nodes": nodes,
+                "inventory": self.tier.inventory(), "totals": dict(self.tier.totals)}
 
     def _spawn(self, work) -> None:
         task = asyncio.get_running_loop().create_task(work)

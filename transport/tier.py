@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,67 +32,25 @@ from transport.errors import (
     StaleEpoch,
 )
 from transport.layout import ArenaGeometry, KVLayout
-from transport.records import HASH_BYTES, RecordTable
+from transport.records import HASH_BYTES, RecordTable, split_hashes
+from transport.rooms import Key, Lease, Room, Session, TierLimits, Waiter
 
 log = logging.getLogger("oasis.tier")
 
-Key = tuple[int, int]
-"""(bootstrap room, rank)"""
 MAX_WAIT_SECONDS = 3600.0
 MAX_CANCELLED = 100_000
 """Rooms remembered as unwanted before they were opened."""
-
-
-@dataclass
-class TierLimits:
-    """``lease_seconds``: a reader must renew within it. ``grace_seconds``: how much longer the records stay.
-    ``room_seconds``: how long a committed room waits for its reader, and how long a failure is remembered."""
-
-    lease_seconds: float = 30.0
-    grace_seconds: float = 5.0
-    room_seconds: float = 120.0
-
-
-@dataclass
-class Room:
-    key: Key
-    session: object
-    records: np.ndarray
-    fresh: np.ndarray
-    hashes: list[bytes | None]
-    manifest: m.Manifest | None = None
-    expires: float = float("inf")
-    cancelled: bool = False
-
-
-@dataclass
-class Lease:
-    key: Key
-    records: np.ndarray
-    expires: float
-
-
-@dataclass
-class Waiter:
-    session: object
-    seq: int
-    deadline: float
-
-
-@dataclass
-class Session:
-    role: str
-    node: str
-    seen: float
-    rooms: set[Key] = field(default_factory=set)
 
 
 class Tier:
     """One arena, its records, and everyone's claims on them. Not thread safe: owned by one event loop.
 
     ``inventory()`` is what a baseline check reads: it scans, it does not count. ``endpoints`` may be replaced at any
-    time, as data planes go and come back; ``planes`` are the kinds that should be among them.
+    time, as data planes go and come back; ``planes`` are the kinds that should be among them. What is kept for a prefill
+    node elsewhere is ``MemoryTier``'s, what this one keeps elsewhere ``RelayTier``'s.
     """
+
+    roles = ("worker", "reader")
 
     def __init__(self, *, epoch: str, arena_size: int, control: str, endpoints: tuple[Endpoint, ...],
                  planes: tuple[str, ...] = (), limits: TierLimits | None = None, clock: Callable[[], float] = time.monotonic):
@@ -116,7 +73,7 @@ class Tier:
         self.totals: Counter[str] = Counter()
         self._handlers = {
             m.Hello: self._hello, m.Ping: self._ping, m.Open: self._open, m.Commit: self._commit, m.Abort: self._abort,
-            m.Await: self._await, m.Renew: self._renew, m.Release: self._release, m.Cancel: self._cancel,
+            m.Await: self._await, m.Renew: self._renew, m.Release: self._release, m.Cancel: self._cancel, m.Lookup: self._lookup,
         }
 
     # -- entry points -------------------------------------------------------------------------------------------
@@ -138,15 +95,17 @@ class Tier:
             self.totals["internal_errors"] += 1
             return m.failure(ProtocolError(f"internal error of the tier: {error!r}"), request.seq)
 
+    def serve(self, kind: type, handler: Callable) -> None:
+        """``handler(session, request)`` answers requests of one more ``kind``, as those below answer theirs."""
+        self._handlers[kind] = handler
+
     def disconnect(self, session: object) -> None:
         """The session's process is gone. A worker's uncommitted rooms fail; committed ones live on."""
         gone = self.sessions.pop(session, None)
         if gone is None:
             return
         for key in list(gone.rooms):
-            room = self.rooms[key]
-            if room.manifest is None:
-                self._fail(room, f"prefill worker {gone.node} died before the commit")
+            self._orphan(self.rooms[key], f"prefill {gone.role} {gone.node} died before the commit")
         for key in [k for k, w in self.waiters.items() if w.session == session]:
             del self.waiters[key]
 
@@ -166,9 +125,11 @@ class Tier:
             if now >= room.expires:
                 self._drop(room)
                 self.totals["rooms_expired"] += 1
+        # A live reader renews three times per lease, and may say Hello again; a tier pings as often.
+        silence = {"reader": max(self.limits.room_seconds, self.limits.lease_seconds), "tier": self.limits.lease_seconds}
         for session, about in list(self.sessions.items()):
-            if about.role == "reader" and now >= about.seen + max(self.limits.room_seconds, self.limits.lease_seconds):
-                self.disconnect(session)  # a live reader renews three times per lease, and may say Hello again
+            if now >= about.seen + silence.get(about.role, float("inf")):
+                self.disconnect(session)
         self.failed = {k: v for k, v in self.failed.items() if now < v[1]}
         self.cancelled = {k: t for k, t in self.cancelled.items() if now < t}
         dues = [w.deadline for w in self.waiters.values()] + [x.expires + self.limits.grace_seconds for x in self.leases.values()]
@@ -176,7 +137,7 @@ class Tier:
 
     def inventory(self) -> dict[str, int]:
         """Everything held now, by scanning tables: records per state, rooms, leases, waiters, sessions."""
-        held = sum(len(r.records) for r in self.rooms.values()) + sum(len(x.records) for x in self.leases.values())
+        held = sum(len(r.held) for r in self.rooms.values()) + sum(len(x.records) for x in self.leases.values())
         workers = sum(s.role == "worker" for s in self.sessions.values())
         return {**self.table.counts(), "records": self.table.size, "holders": int(self.table.holders.sum()), "held": held,
                 "rooms": len(self.rooms), "leases": len(self.leases), "waiters": len(self.waiters), "workers": workers}
@@ -189,9 +150,9 @@ class Tier:
     def _hello(self, session, hello: m.Hello) -> m.Reply:
         if hello.protocol != m.PROTOCOL:
             raise LayoutMismatch(f"protocol {hello.protocol} at {hello.node}, {m.PROTOCOL} at the tier", field="protocol", peer=hello.node)
-        if hello.role not in ("worker", "reader"):
-            raise ProtocolError(f"unknown role {hello.role!r}", peer=hello.node)
-        if hello.role == "worker":
+        if hello.role not in self.roles:
+            raise ProtocolError(f"no role here: {hello.role!r}", peer=hello.node, limit=", ".join(self.roles))
+        if hello.role != "reader":
             self._format(hello)
         if self.layout is None:
             raise CapacityError("no prefill worker has attached to this tier yet", retryable=True, peer=hello.node)
@@ -199,49 +160,70 @@ class Tier:
         if self.fingerprint != hello.fingerprint:
             raise LayoutMismatch(f"model differs: fingerprint {self.fingerprint[:12]} at the tier, {hello.fingerprint[:12]} at {hello.node}",
                                  field="fingerprint", peer=hello.node)
-        self.sessions.setdefault(session, Session(hello.role, hello.node, self.clock()))
+        self.sessions.setdefault(session, Session(hello.role, hello.node, self.clock(), hello.control))
         return m.Welcome(seq=hello.seq, epoch=self.epoch, control=self.control, geometry=self.geometry,
                          endpoints=self.endpoints, planes=self.planes, lease_seconds=self.limits.lease_seconds)
 
     def _format(self, hello: m.Hello) -> None:
-        """The first worker's layout cuts the arena; another layout only once nobody holds anything of the old one."""
+        """The first writer's layout cuts the arena; another layout only once nobody holds anything of the old one."""
         if self.layout == hello.layout and self.fingerprint == hello.fingerprint:
             return
-        in_use = any(s.role == "worker" for s in self.sessions.values()) or self.rooms or self.leases
+        in_use = any(s.role != "reader" for s in self.sessions.values()) or self.rooms or self.leases
         if self.layout is not None and in_use:
             return  # _hello then names the field that differs
         geometry = ArenaGeometry.fit(hello.layout, self.arena_size)
         self.layout, self.fingerprint, self.geometry = hello.layout, hello.fingerprint, geometry
         self.table = RecordTable(geometry.num_records)
 
-    # -- worker -------------------------------------------------------------------------------------------------
+    # -- writer -------------------------------------------------------------------------------------------------
 
-    def _open(self, session, request: m.Open) -> m.Reply:
-        key = (request.room, request.rank)
-        if key in self.rooms or key in self.leased_keys:
-            raise DuplicateRoom("the bootstrap room is in use", room=request.room)
-        n, rest = divmod(len(request.hashes), HASH_BYTES)
-        if rest or not 0 <= request.private <= m.MAX_RECORDS or not 0 < n + request.private <= m.MAX_RECORDS:
-            raise ProtocolError("page list out of bounds", room=request.room, limit=f"1..{m.MAX_RECORDS} pages")
-        hashes = [request.hashes[i : i + HASH_BYTES] for i in range(0, len(request.hashes), HASH_BYTES)]
+    def _open(self, session, request: m.Open) -> m.Reply | None:
+        hashes = self._check_open(request)
         try:
             records, fresh = self.table.reserve(hashes, request.private)
         except CapacityError as error:
             error.room = request.room
             raise
-        cancelled = self.cancelled.pop(key, None) is not None
-        self.failed.pop(key, None)
-        room = Room(key, session, records, fresh, [*hashes, *[None] * request.private], cancelled=cancelled)
-        self.rooms[key] = room
-        self.sessions[session].rooms.add(key)
-        self.totals["rooms_opened"] += 1
-        self.totals["pages_fresh"] += int(fresh.sum())
-        self.totals["pages_reused"] += int((~fresh).sum())
-        return m.Opened(seq=request.seq, records=m.pack(records, "u4"), generations=m.pack(self.table.generation[records], "u8"),
-                        roots=m.pack(np.where(fresh, 0, self.table.root[records]), "u8"), fresh=fresh.astype(np.uint8).tobytes())
+        room = self._add(Room((request.room, request.rank), session, records, fresh, request.seed, request.hashes))
+        return self._opened(room, request.seq, np.zeros(len(records), np.uint64))
 
-    def _commit(self, session, request: m.Commit) -> m.Reply:
+    def _check_open(self, request: m.Open) -> list[bytes]:
+        """The page hashes. Raises ``DuplicateRoom``, ``ProtocolError``."""
+        key = (request.room, request.rank)
+        if key in self.rooms or key in self.leased_keys:
+            raise DuplicateRoom("the bootstrap room is in use", room=request.room)
+        hashes = split_hashes(request.hashes, room=request.room)
+        if not 0 <= request.private <= m.MAX_RECORDS or not 0 < len(hashes) + request.private <= m.MAX_RECORDS:
+            raise ProtocolError("page list out of bounds", room=request.room, limit=f"1..{m.MAX_RECORDS} pages")
+        if len(request.seed) not in ((HASH_BYTES,) if hashes else (0, HASH_BYTES)):
+            raise ProtocolError("hashes without the seed of their chain", room=request.room, limit=f"{HASH_BYTES} bytes")
+        return hashes
+
+    def _add(self, room: Room) -> Room:
+        room.cancelled = self.cancelled.pop(room.key, None) is not None
+        self.failed.pop(room.key, None)
+        self.rooms[room.key] = room
+        self.sessions[room.session].rooms.add(room.key)
+        return room
+
+    def _opened(self, room: Room, seq: int, elsewhere: np.ndarray) -> m.Opened:
+        """``elsewhere`` uint64 [pages]: roots of the pages that are not in this arena."""
+        here, at = room.records >= 0, room.records
+        self.totals["rooms_opened"] += 1
+        self.totals["pages_fresh"] += int(room.fresh.sum())
+        self.totals["pages_reused"] += int((~room.fresh).sum())
+        roots = np.where(room.fresh, 0, np.where(here, self.table.root[at], elsewhere))
+        return m.Opened(seq=seq, records=m.pack(np.where(here, at, m.NOWHERE), "u4"), roots=m.pack(roots, "u8"),
+                        generations=m.pack(np.where(here, self.table.generation[at], 0), "u8"), fresh=room.fresh.astype(np.uint8).tobytes())
+
+    def _commit(self, session, request: m.Commit) -> m.Reply | None:
         room = self._own_room(session, request)
+        self._seal(room, self._check_commit(room, request))
+        self._publish(room, request)
+        return m.Ok(seq=request.seq)
+
+    def _check_commit(self, room: Room, request: m.Commit | m.Fill) -> np.ndarray:
+        """The roots, uint64 [pages]. Raises ``ProtocolError``."""
         roots = m.unpack(request.roots, "u8", count=len(room.records))
         pages = -(-request.prompt_tokens // self.layout.block_tokens)
         if pages != len(room.records) or tuple(map(len, request.metadata)) != self.layout.metadata_lens:
@@ -252,12 +234,18 @@ class Tier:
         if rest or ranked > whole:
             raise ProtocolError(f"a ranking of {len(request.ranking)} bytes does not fit the prompt", room=request.room,
                                 limit=f"{self.layout.pieces} pieces, {whole} whole blocks")
-        fresh = room.fresh
-        self.table.seal(room.records[fresh], roots[fresh], [h for h, f in zip(room.hashes, fresh) if f])
+        return roots
+
+    def _seal(self, room: Room, roots: np.ndarray) -> None:
+        fresh, pages = np.flatnonzero(room.fresh), len(room.records)
+        hashes = split_hashes(room.hashes) + [None] * (pages - len(room.hashes) // HASH_BYTES)
+        self.table.seal(room.records[fresh], roots[fresh], [hashes[i] for i in fresh.tolist()], depths=fresh)
+
+    def _publish(self, room: Room, request: m.Commit | m.Fill) -> None:
         room.manifest = m.Manifest(
             epoch=self.epoch, room=request.room, rank=request.rank, lease=0, lease_seconds=self.limits.lease_seconds,
             layout=self.layout, fingerprint=self.fingerprint, prompt_tokens=request.prompt_tokens,
-            records=m.pack(room.records, "u4"), generations=m.pack(self.table.generation[room.records], "u8"),
+            seed=room.seed, hashes=room.hashes, records=m.pack(room.records, "u4"), generations=m.pack(self.table.generation[room.records], "u8"),
             roots=m.pack(self.table.root[room.records], "u8"), ranking=request.ranking, metadata=request.metadata)
         room.expires = self.clock() + self.limits.room_seconds
         self.totals["rooms_committed"] += 1
@@ -266,7 +254,6 @@ class Tier:
             self._drop(room)
         elif waiter is not None:
             self.outbox.append((waiter.session, self._claim(room, waiter.seq)))
-        return m.Ok(seq=request.seq)
 
     def _abort(self, session, request: m.Abort) -> m.Reply:
         room = self.rooms.get((request.room, request.rank))
@@ -299,15 +286,34 @@ class Tier:
         self.waiters[key] = Waiter(session, request.seq, self.clock() + min(seconds, MAX_WAIT_SECONDS))
         return None
 
+    def _lease(self, key: Key | None, records: np.ndarray) -> int:
+        number = secrets.randbits(63) | 1  # a reader can end or renew only what it was handed
+        self.leases[number] = Lease(key, records, self.clock() + self.limits.lease_seconds)
+        return number
+
     def _claim(self, room: Room, seq: int) -> m.Manifest:
         """The room becomes a lease: its holds on the records pass over unchanged."""
-        number = secrets.randbits(63)  # a reader can end or renew only what it was handed
-        self.leases[number] = Lease(room.key, room.records, self.clock() + self.limits.lease_seconds)
-        self.leased_keys[room.key] = number
+        number = self.leased_keys[room.key] = self._lease(room.key, room.records)
         self._forget(room)
         self.totals["rooms_claimed"] += 1
         manifest = room.manifest
         return m.Manifest(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"seq": seq, "lease": number})
+
+    def _lookup(self, session, request: m.Lookup) -> m.Reply:
+        hashes = split_hashes(request.hashes)
+        records = self.table.find(hashes)
+        here = records[records >= 0]
+        self.totals["lookups"] += 1
+        self.totals["lookup_pages"] += len(hashes)
+        self.totals["lookup_hits"] += len(here)
+        lease = 0
+        if request.hold and len(here):
+            self.table.hold(here)
+            lease = self._lease(None, here)
+        return m.Held(seq=request.seq, records=m.pack(np.where(records < 0, m.NOWHERE, records), "u4"),
+                      generations=m.pack(np.where(records < 0, 0, self.table.generation[records]), "u8"),
+                      roots=m.pack(np.where(records < 0, 0, self.table.root[records]), "u8"), lease=lease,
+                      lease_seconds=self.limits.lease_seconds)
 
     def _renew(self, session, request: m.Renew) -> m.Reply:
         now, gone = self.clock(), []
@@ -350,6 +356,11 @@ class Tier:
 
     # -- ends ---------------------------------------------------------------------------------------------------
 
+    def _orphan(self, room: Room, reason: str) -> None:
+        """Whoever wrote it is gone."""
+        if room.manifest is None:
+            self._fail(room, reason)
+
     def _fail(self, room: Room, reason: str) -> None:
         self._drop(room)
         self.totals["rooms_failed"] += 1
@@ -364,7 +375,7 @@ class Tier:
 
     def _drop(self, room: Room) -> None:
         self._forget(room)
-        self.table.unhold(room.records)
+        self.table.unhold(room.held)
 
     def _forget(self, room: Room) -> None:
         del self.rooms[room.key]
@@ -374,5 +385,6 @@ class Tier:
 
     def _end_lease(self, number: int) -> None:
         lease = self.leases.pop(number)
-        del self.leased_keys[lease.key]
+        if lease.key is not None:
+            del self.leased_keys[lease.key]
         self.table.unhold(lease.records)

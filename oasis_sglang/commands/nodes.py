@@ -28,13 +28,17 @@ def tier(
     arena_bytes: Annotated[int, typer.Option(parser=parse_bytes, metavar="SIZE", help="Host memory for KV records.")] = "1GiB",
     data_plane: Annotated[str, typer.Option(help="Data planes to serve, comma separated: nixl, zmq.")] = "nixl,zmq",
     advertise: Annotated[str, typer.Option(help="Address that decode nodes are told.", show_default="the one listened on")] = "",
+    memory_nodes: Annotated[str, typer.Option(help="Memory nodes that committed prompts are moved to: tcp://host:port, comma separated, or dns://name:port.",
+                                              show_default="none")] = "",
+    accept_generated: Annotated[bool, typer.Option(help="Keep what decode nodes generate (publish_generated).")] = False,
     node: Annotated[str, typer.Option(help="Name of this node.", show_default="the host name")] = "",
     lease_seconds: Annotated[float, typer.Option(help="A decode node must renew its leases within this.")] = 30.0,
     grace_seconds: Annotated[float, typer.Option(help="How much longer records of a silent decode node stay.")] = 5.0,
     room_seconds: Annotated[float, typer.Option(help="How long a committed request waits for its decode node.")] = 120.0,
     allow_plaintext: Annotated[bool, typer.Option(help="Serve other hosts without encryption (trusted networks only).")] = False,
 ) -> None:
-    """Own the KV arena of this node: prefill workers write it, decode nodes read it. Runs until SIGTERM."""
+    """Own the KV arena of this node: prefill workers write it, decode nodes read it. With --memory-nodes it is staging, and decode
+    nodes read those, which are tiers without that option. Runs until SIGTERM."""
     from oasis_sglang.launch import default_tier_socket
     from transport.server import TierOptions, serve
     from transport.tier import TierLimits
@@ -42,8 +46,8 @@ def tier(
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     options = TierOptions(
         local=local or default_tier_socket(), listen=listen, http=http, arena_bytes=arena_bytes,
-        planes=tuple(p for p in data_plane.replace(" ", "").split(",") if p), advertise=advertise, node=node,
-        allow_plaintext=allow_plaintext, limits=TierLimits(lease_seconds, grace_seconds, room_seconds))
+        planes=tuple(p for p in data_plane.replace(" ", "").split(",") if p), advertise=advertise, node=node, memory_nodes=memory_nodes,
+        accept_generated=accept_generated, allow_plaintext=allow_plaintext, limits=TierLimits(lease_seconds, grace_seconds, room_seconds))
     _run(lambda: serve(options))
 
 

@@ -50,12 +50,13 @@ class Residency:
         sink, recent = (-(-tokens // setting.block) for tokens in (setting.sink, setting.recent))
         selection = planner.initial_selection(ranking, self.whole, setting.budget // setting.block, sink, recent)
         self.working = selection.shape[1]
-        self.sets = WorkingSets(self.layout, summary, sets=1, blocks=self.whole, working=self.working, sink=sink, recent=recent, device=model.device,
-                                dense=dense.nonzero()[0], floor=setting.floor, sticky=setting.sticky, decay=setting.decay)
+        self.sets = WorkingSets(self.layout, summary, sets=1, blocks=self.whole, numbers=self.whole, working=self.working, sink=sink, recent=recent,
+                                device=model.device, dense=dense.nonzero()[0], floor=setting.floor, sticky=setting.sticky, decay=setting.decay)
         self.sets.acquire()
+        self.sets.bind(0, 0, np.arange(self.whole))
         for layer in range(model.layers):
             part = slice(layer * model.kv_heads, (layer + 1) * model.kv_heads)
-            self.sets.raw[0, part] = summary.build(model.blocks(prompt, setting.block, layer))
+            self.sets.raw[part] = summary.build(model.blocks(prompt, setting.block, layer))
         self.sets.place(0, selection, self.whole)
         self.held = (self.sets.slot_of >= 0) | self.sets.dense[:, None]
         self.index = torch.zeros(1, dtype=torch.int64, device=model.device)
@@ -80,7 +81,7 @@ class Residency:
     def mass(self, queries: torch.Tensor, part: slice = slice(None)) -> torch.Tensor:
         """Expected mass float32 [R, P, N] of all blocks for ``queries`` [R, P, G, D] of the (layer, KV head)s ``part``."""
         scaled = (queries.float() * self.model.scale).transpose(0, 1)[None]
-        return self.sets.score(self.index, part, scaled, self.blocks, self.whole)[0]
+        return self.sets.score(np.zeros(1, np.int64), part, scaled, self.whole)[0]
 
     def at_once(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """What the ``query`` [Hkv, G, D] of a layer chooses for itself, bool [Hkv, N]; it counts as pulled."""

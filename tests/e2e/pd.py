@@ -40,7 +40,7 @@ class Post:
     """One request to one worker on its own connection, so that it can be dropped like a client that left."""
 
     def __init__(self, url: str, body: dict, *, timeout: float = 300.0):
-        self._url, self._rid = url, body["rid"]
+        self._url, self.rid = url, body["rid"]
         address = urllib.parse.urlsplit(url)
         self._connection = http.client.HTTPConnection(address.hostname, address.port, timeout=timeout)
         self._connection.connect()
@@ -68,7 +68,7 @@ class Post:
 
     def abort(self) -> None:
         """Asks for the abort. A client that just leaves is noticed by SGLang within four seconds only."""
-        request = urllib.request.Request(self._url + "/abort_request", json.dumps({"rid": self._rid}).encode(), {"Content-Type": "application/json"})
+        request = urllib.request.Request(self._url + "/abort_request", json.dumps({"rid": self.rid}).encode(), {"Content-Type": "application/json"})
         urllib.request.urlopen(request, timeout=60).read()
 
 
@@ -84,6 +84,11 @@ def pair(stack: Stack, prompt: list[int], *, room: int | None = None, max_new_to
     if oasis is not None:
         request["sampling_params"]["custom_params"] = {"oasis": oasis}
     return Post(stack.urls["prefill"], request), Post(stack.urls["decode"], request)
+
+
+def flush(stack: Stack, name: str = "decode") -> None:
+    """What the worker keeps of earlier requests is gone."""
+    urllib.request.urlopen(urllib.request.Request(f"{stack.urls[name]}/flush_cache?timeout=30", method="POST"), timeout=60).read()
 
 
 def worker(stack: Stack, name: str) -> dict:

@@ -94,9 +94,10 @@ def ask(stack: Stack, prompts: list[list[int]], *, max_new_tokens: int, hold: Pa
     return rooms, [answer.output_ids for answer in answers[1::2]]
 
 
-def load(folder: Path, model: Path, rooms: list[int], tokens: list[int], steps: int) -> list[Request]:
+def load(folder: Path, model: Path, rooms: list[int], tokens: list[int], steps: int, *, turns: bool = False) -> list[Request]:
     """The requests in ``rooms``, with prompts of ``tokens`` tokens and ``steps`` decode steps each. Fails unless K and V of every
-    position were computed exactly once, which a prefix hit on prefill would not do."""
+    position were computed exactly once, which a prefix hit on prefill would not do. ``turns``: each begins with all that the one
+    before it had, and where prefill did not compute a position for it, its K and V are those of the turn before."""
     shape = Shape.of(model)
     requests = []
     for n in tokens:
@@ -105,6 +106,10 @@ def load(folder: Path, model: Path, rooms: list[int], tokens: list[int], steps: 
     known = dict(zip(rooms, requests))
     _add_prompts(folder, shape, known)
     _add_steps(folder, shape, known)
+    for before, request in zip(requests, requests[1:]) if turns else ():
+        for whole, had in ((request.keys, before.keys), (request.values, before.values)):
+            part = whole[:, : had.shape[1]]
+            part[:] = np.where(np.isnan(part), had, part)
     for request in requests:
         assert [step.length for step in request.steps] == list(range(request.prompt + 1, request.prompt + steps + 1))
         assert not np.isnan(request.keys).any() and not np.isnan(request.values).any()
@@ -170,7 +175,7 @@ def followed(request: Request, summary: str, *, sink: int, recent: int) -> float
         for step, after in zip(request.steps, request.steps[1:]):
             if step.folded == after.folded:
                 queries = torch.from_numpy(step.q) * step.q.shape[-1] ** -0.5
-                mass = block_mass(kind, queries[None, :, None], raw[None], torch.tensor([step.folded]))[0, 0, :, : step.folded]
+                mass = block_mass(kind, queries[None, :, None], [raw[:, : step.folded]], step.folded)[0, 0]
                 mass[:, [*range(sink), *range(step.folded - recent, step.folded)]] = torch.inf
                 chosen = mass.topk(step.working).indices.sort().values.numpy()
                 same.append((chosen == np.sort(after.blocks, 1)).all(1))

@@ -6,47 +6,36 @@ through shared memory. Needs root and iproute2.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
 
 import matrix
+import namespaces
 import numpy as np
 import pytest
+from namespaces import ip, make_namespace, serve_worker, wire_environment, within
 from pd import Post, next_room, wait_for
 
 from decode_node.pull import PHASES
-from oasis_sglang import launch
+from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.stack import free_port, get_json, import_environment, probe
 
 NEAR, FAR = "10.231.7.1", "10.231.7.2"
-CLONE_NEWNET, CLONE_NEWNS, MS_REC, MS_SLAVE = 0x40000000, 0x00020000, 0x4000, 0x80000
 
-pytestmark = [
-    pytest.mark.netns,
-    pytest.mark.skipif(os.getuid() != 0 or shutil.which("ip") is None, reason="NOT RUN: network namespaces need root and iproute2"),
-]
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+pytestmark = namespaces.marks
 
 
 @pytest.fixture(scope="module")
 def namespace():
     """(name of the far namespace, near end of the wire to it, far end)"""
     name, near, far = f"oasis-{os.getpid()}", f"on{os.getpid() % 100000}", f"of{os.getpid() % 100000}"
-    try:
-        ip("netns", "add", name)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"NOT RUN: no network namespaces here: {error.stderr.decode()}")
+    make_namespace(name)
     try:
         ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
         ip("addr", "add", f"{NEAR}/30", "dev", near)
@@ -58,58 +47,27 @@ def namespace():
         ip("netns", "del", name)
 
 
-def within(name: str, work):
-    """``work()`` on a thread that lives in the namespace; processes it starts stay there."""
-    result: list = []
-
-    def run():
-        libc = ctypes.CDLL(None, use_errno=True)
-
-        def call(function, *args):
-            assert function(*args) == 0, os.strerror(ctypes.get_errno())
-
-        with open(f"/var/run/netns/{name}") as there:
-            call(libc.setns, there.fileno(), CLONE_NEWNET)
-        # UCX finds interfaces in /sys, which shows those of the namespace it was mounted in.
-        call(libc.unshare, CLONE_NEWNS)
-        call(libc.mount, b"none", b"/", None, MS_REC | MS_SLAVE, None)
-        call(libc.mount, b"sysfs", b"/sys", b"sysfs", 0, None)
-        result.append(work())
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return result[0]
-
-
 @contextmanager
 def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane, *options):
     """(prefill's URL, decode's URL, bootstrap port, decode's report) of a running pair on two hosts. ``options``: decode's."""
     servers = []
     # The near host has other interfaces too, which the far one cannot reach.
     devices = {NEAR: namespace[1], FAR: namespace[2]}
-    env = {"UCX_TLS": "tcp"}
     tier_http, bootstrap = free_port(), free_port()
     sock = str(Path(processes.scratch) / f"netns-{data_plane}.sock")
 
     def start(where, role, host, *flags):
         port = free_port()
-        scratch = tmp_path / f"{role}-{data_plane}"
-        (scratch / "metrics").mkdir(parents=True)
-        argv, ours = launch.worker_argv(role, [
-            "--model-path", str(models.s4), "--host", host, "--port", str(port), "--skip-server-warmup", "--max-running-requests", "4",
-            "--max-total-tokens", "20000", "--disaggregation-bootstrap-port", str(bootstrap), *flags])
-        own = {"TMPDIR": str(scratch), "PROMETHEUS_MULTIPROC_DIR": str(scratch / "metrics")}
-        servers.append(where.serve(argv, log=scratch / "log", env={**own, **ours, **env, "SGLANG_HOST_IP": host, "UCX_NET_DEVICES": devices[host]}, name=role))
+        servers.append(serve_worker(where, role, models.s4, host, port, bootstrap, devices[host], tmp_path / f"{role}-{data_plane}", *flags))
         return f"http://{host}:{port}"
 
     try:
         servers.append(processes.run(
             [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", sock, "--listen", f"{NEAR}:0", "--http", f"127.0.0.1:{tier_http}",
-             "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env={**env, "UCX_NET_DEVICES": devices[NEAR]}, name="tier"))
+             "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env=wire_environment(devices[NEAR]), name="tier"))
         wait_for(lambda: probe(f"http://127.0.0.1:{tier_http}/readyz"), "the tier is ready")
         prefill = start(processes, "prefill", NEAR, "--oasis-tier", sock)
-        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane, *options)
+        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane, *NO_REUSE, *options)
         for server, url in zip(servers[1:], (prefill, decode)):
             wait_for(lambda s=server, u=url: s.poll() is not None or probe(u + "/health"), f"{server.name} serves", 180)
             assert server.poll() is None, server.tail()

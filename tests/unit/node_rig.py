@@ -30,6 +30,7 @@ from transport.worker_client import WorkerClient
 ROW = (8, 12)
 """Bytes of the fields of the hand-over row."""
 FINGERPRINT = "f" * 64
+SEED = b"seed" * 8
 SOURCE = "prefill/0"
 WAIT = 15.0
 """Seconds after which a wait is a failure. Generous: the machine may be busy."""
@@ -169,7 +170,7 @@ class Prefill:
                                    reserve_seconds=reserve_seconds, on_attach=on_attach)
         self.publisher.start()
 
-    def open(self, room: int, tokens: np.ndarray, seed: bytes | None = b"seed"):
+    def open(self, room: int, tokens: np.ndarray, seed: bytes | None = SEED):
         return self.publisher.publish(room, tokens, seed)
 
     def send(self, pub, pages: np.ndarray, chunk_pages: int = 1 << 30) -> None:
@@ -179,7 +180,7 @@ class Prefill:
             part = pages[first : first + chunk_pages]
             self.publisher.send(pub, part, first, min(len(part) * t, total - first * t), None)
 
-    def publish(self, room: int, tokens: np.ndarray, pages: np.ndarray, seed: bytes | None = b"seed", chunk_pages: int = 1 << 30,
+    def publish(self, room: int, tokens: np.ndarray, pages: np.ndarray, seed: bytes | None = SEED, chunk_pages: int = 1 << 30,
                 queries: torch.Tensor | None = None, scale: float = 1.0):
         """Publishes and waits for the acknowledgement. ``queries``: of the last tokens; None: no ranking."""
         pub = self.open(room, tokens, seed)

@@ -6,6 +6,7 @@ every token of every request, and compares them with what the pool, the host cac
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 import uuid
@@ -14,7 +15,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from node_rig import ROW, SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, until
+from node_rig import ROW, SEED, SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, until
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 from decode_node.boundary import hold_back, without_blocked
@@ -57,9 +58,9 @@ class SparseWorld(World):
 class Req:
     """The attributes of SGLang's ``Req`` that are used. ``truth`` [pieces, 2, tokens, head_dim]: K and V of all its tokens."""
 
-    def __init__(self, rid: str, prompt: int, new: int, custom: object, truth: torch.Tensor):
-        self.rid, self.truth, self.length = rid, truth, prompt
-        self.origin_input_ids, self.output_ids = list(range(prompt)), [0]
+    def __init__(self, rid: str, tokens: np.ndarray, new: int, custom: object, truth: torch.Tensor, first: int):
+        self.rid, self.truth, self.length = rid, truth, len(tokens)
+        self.origin_input_ids, self.output_ids = tokens.tolist(), [first]
         self.sampling_params = SimpleNamespace(max_new_tokens=new, custom_params=custom)
         self.kv = SimpleNamespace(req_pool_idx=None, kv_allocated_len=0, retraction_backup=None)
         self.to_finish = self.finished_reason = self.pull = self.error = None
@@ -89,7 +90,7 @@ class Node:
 
     def __init__(self, folder, *, seed: int = 0, layers: int = 2, kv_heads: int = 2, head_dim: int = 8, group: int = 2, page: int = 16,
                  dtype: str = "float32", pages: int = 60, rows: int = 6, context: int = 1024, budget: int = 6, sink: int = 1, recent: int = 2, tail: int = 2,
-                 wait: bool = False, cap: int = 0, draft: int = 0, warmup: int = 0, ahead: int = 1, critical: tuple[int, ...] = (), lane_pages: int = 200, cache: int = 4096, admission: str = "selected", wait_seconds: float = 10.0, records: int = 512,
+                 wait: bool = False, keep: bool = False, donate: bool = False, cap: int = 0, draft: int = 0, warmup: int = 0, ahead: int = 1, critical: tuple[int, ...] = (), lane_pages: int = 200, cache: int = 4096, admission: str = "selected", wait_seconds: float = 10.0, records: int = 512,
                  prefill_pages: int = 64, windows: int = 4, running: int = 8):
         """Sizes in pages (``budget``, ``sink``, ``recent``, ``tail``, ``pages``) and pieces (``cache``); ``running`` requests at
         once. ``draft`` > 0: each step verifies so many tokens, of which ``accept(reqs)`` int64 [b] are kept. ``critical``: pieces
@@ -111,11 +112,13 @@ class Node:
         self.coordinator = Coordinator(runner, sizes, self.lane)
         self.puller, self.faults = self.world.decode.puller, self.world.tier.faults
         options = OasisConfig(admission=admission, fetch_blocks_per_step=cap, warmup_steps=warmup, lookahead_rows=ahead, wait_seconds=wait_seconds,
-                              host_cache_bytes=cache * lay.piece_bytes)
+                              host_cache_bytes=cache * lay.piece_bytes, publish_generated=donate)
         self._fetch = _bind_working_sets(self.coordinator, kv_heads * group, options, SUMMARY, lay, PageSink(self.pool.k_buffer, self.pool.v_buffer, lay),
-                                         self.puller, lambda: None)
+                                         self.puller, lambda: None, keep=keep)
         self.sets, self.cache, self.table, self.stepper = (getattr(self.coordinator, n) for n in ("sets", "cache", "table", "stepper"))
         self.query_heads, self.room = kv_heads * group, 0
+        self.ids = itertools.count(1 << 40)
+        """Of generated tokens: no two are alike, since their contents are not."""
         self.scheduler = SimpleNamespace(hisparse_coordinator=self.coordinator, waiting_queue=[], enable_overlap=False)
         self.batch = Batch()
         self.prealloc, self.transfer, self.retracted, self.ended = ([] for _ in range(4))
@@ -145,25 +148,34 @@ class Node:
 
     # -- requests -----------------------------------------------------------------------------------------------
 
-    def arrive(self, prompt: int, new: int, custom: object = None, keys: torch.Tensor | None = None) -> Req:
+    def arrive(self, prompt: int, new: int, custom: object = None, keys: torch.Tensor | None = None, after: Req | None = None,
+               seed: bytes | None = SEED, recomputed: float = 0.0) -> Req:
         """A request whose prompt prefill has committed; decode has its manifest. Content and votes are random, except for
-        ``keys`` [pieces, prompt, head_dim]."""
+        ``keys`` [pieces, prompt, head_dim], and for what ``after`` had: its prompt and its answer start this one of ``prompt``
+        tokens; prefill computes the answer's K and V ``recomputed`` larger. ``seed``: of its hash chain."""
         self.room += 1
         lay, pool, room = self.layout, self.world.prefill.pool, self.room
         truth = torch.zeros((lay.pieces, 2, prompt + new + 2 * self.draft, lay.head_dim), dtype=self.dtype)
         truth[:, :, :prompt] = self.random(lay.pieces, 2, prompt, lay.head_dim)
+        tokens = np.arange(prompt, dtype=np.int64) + room * 1_000_003
+        if after is not None:
+            had = np.array([*after.origin_input_ids, *after.output_ids][:-1])[:prompt]
+            tokens[: len(had)], truth[:, :, : len(had)] = had, after.truth[:, :, : len(had)]
         if keys is not None:
             truth[:, 0, :prompt] = keys
+        committed = truth.clone()
+        if after is not None:
+            committed[:, :, len(after.origin_input_ids) : len(had)] += recomputed
         pages = self.rng.permutation(len(pool.k[0]) // self.page)[: -(-prompt // self.page)]
         slots = torch.from_numpy((pages[:, None] * self.page + np.arange(self.page)).reshape(-1)[:prompt])
         for layer in range(lay.num_layers):
-            part = truth[layer * lay.kv_heads : (layer + 1) * lay.kv_heads, :, :prompt].permute(1, 2, 0, 3)
+            part = committed[layer * lay.kv_heads : (layer + 1) * lay.kv_heads, :, :prompt].permute(1, 2, 0, 3)
             pool.k[layer][slots], pool.v[layer][slots] = part[0], part[1]
         last = min(8, prompt)
         asked = self.random(last, lay.num_layers, self.query_heads, lay.head_dim)
-        pub = self.world.prefill.publish(room, np.arange(prompt, dtype=np.int64) + room * 1_000_003, pages, queries=asked, scale=1.0)
+        pub = self.world.prefill.publish(room, tokens, pages, seed=seed, queries=asked, scale=1.0)
         assert pub.state == COMMITTED, pub.error
-        req = Req(f"r{room}", prompt, new, custom, truth)
+        req = Req(f"r{room}", tokens, new, custom, truth, next(self.ids))
         req.pull = self.puller.pull(room, SOURCE, rid=req.rid)
         until(lambda: req.pull.state in ("ready", "failed"), "manifest")
         self.prealloc.append(req)
@@ -321,7 +333,7 @@ class Node:
         self.check_pages()
         for req, kept, start in zip(reqs, accepted.tolist(), before.tolist()):
             req.length = start + kept
-            req.output_ids += [0] * kept
+            req.output_ids += itertools.islice(self.ids, kept)
         self._end_complete()
         self.stepper.settle()
 
@@ -404,14 +416,15 @@ class Node:
         lay = self.layout
         content = req.truth[:, :, : folded * self.page].reshape(lay.pieces, 2, folded, self.page, lay.head_dim).transpose(1, 2).contiguous()
         with self.cache._lock:
-            slots = self.cache.slot[chosen, :, :folded]
+            numbers = self.sets.number[chosen, :folded]
+            assert len(np.unique(numbers)) == folded and np.array_equal(numbers, self.coordinator.entries[req.kv.req_pool_idx].numbers)
+            slots = self.cache.slot[:, numbers]
             here = slots >= 0
-            assert (self.cache.slot[chosen, :, folded:] < 0).all()
             assert here[:, whole:].all() and self.cache._pinned[slots[:, whole:]].all(), "a generated block is not kept"
             cached = self.cache.memory[slots[here]]
         bytes_of = content.view(torch.uint8).reshape(lay.pieces, folded, lay.piece_bytes).numpy()
         assert np.array_equal(cached, bytes_of[here]), f"{req.rid}: the host cache holds other bytes"
-        assert torch.equal(self.sets.raw[chosen, :, :folded], SUMMARY.build(content[:, :, 0])), f"{req.rid}: summaries"
+        assert torch.equal(self.sets.raw[:, numbers], SUMMARY.build(content[:, :, 0])), f"{req.rid}: summaries"
 
     def check_pages(self) -> None:
         """Every physical page is free or has one owner; parked requests have none."""
@@ -427,6 +440,10 @@ class Node:
         """Everything everywhere is back at its start."""
         c = self.coordinator
         c.tidy()
+        if c.reuse.enabled:
+            assert self.cache.scan()["pinned"] == self.cache.reserved_bytes == c.reuse.store.held == 0 and not c.reuse._bringing and not c.crowded
+            c.forget()
+        assert c.reuse.store.cached == 0 and c.reuse.store._free_count == c.reuse.store.size
         assert not any((held := c.held()).values()), held
         assert c.leaks == 0 and not c.entries and not c.waiting and not c.parked and not self.stepper.folds
         assert c.physical.available_size() == c.physical.size and c.logical.available_size() == c.logical.size

@@ -11,7 +11,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from node_rig import World, row_of, until
+from node_rig import SEED, World, row_of, until
 
 from decode_node import pull as pulling
 from decode_node.pull import PullLimits
@@ -44,7 +44,7 @@ class Fuzz:
         target = np.array(rng.sample(range(64), len(pages)))
         fault = rng.choice(FAULTS)
         prefill_abort, decode_abort = rng.choice(PREFILL_STATES), rng.choice(DECODE_STATES)
-        shared = rng.choice([b"seed", None])
+        shared = rng.choice([SEED, None])
         pull = world.decode.pull(room, "gated/0" if decode_abort == "resolving" else "prefill/0")
         if decode_abort == "resolving":
             self.cancel_pull(pull, decode_abort)

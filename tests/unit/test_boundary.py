@@ -5,6 +5,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from node_rig import until
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -36,7 +37,7 @@ class Coordinator:
 
 
 def request(name: str) -> Req:
-    return Req(name, 1, 1, None, None)
+    return Req(name, np.arange(1), 1, None, None, 0)
 
 
 @pytest.fixture

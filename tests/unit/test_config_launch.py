@@ -64,7 +64,7 @@ def test_unknown_options_and_wrong_types_are_named():
     ("data_plane", "rdma"), ("data_plane", ""), ("data_plane", "loopback"), ("admission", "some"), ("mode", "dense"), ("on_miss", "never"), ("budget_tokens", 0), ("sink_tokens", -16), ("recent_tokens", 0),
     ("tail_tokens", 0), ("fetch_blocks_per_step", -1), ("wait_seconds", 0.0), ("host_cache_bytes", 0), ("summary", "mean"), ("staging_bytes", 0),
     ("staging_windows", -1), ("reserve_seconds", 0.0), ("await_seconds", -0.1), ("read_seconds", float("nan")), ("silence_seconds", float("inf")),
-    ("tier_start_seconds", 0)])
+    ("tier_start_seconds", 0), ("restore_min_tokens", -1)])
 def test_values_out_of_bounds_are_named(option, value):
     with pytest.raises(ConfigError, match=option):
         OasisConfig(**{option: value}).validate("decode")
@@ -96,7 +96,7 @@ def test_our_flags_are_refused_by_name(flags, named):
 def test_a_workers_command_line(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     argv, extra = launch.worker_argv("prefill", ["--model-path", "m", "--page-size", "32", "--oasis-silence-seconds", "3"])
-    assert argv[:4] == ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "oasis"]
+    assert argv[:6] == ["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "oasis", "--radix-cache-backend", "oasis"]
     assert argv[-4:] == ["--model-path", "m", "--page-size", "32"], "the user's come last and so win"
     assert json.loads(extra[ENV]) == {"tier": f"{tmp_path}/oasis/tier.sock", "silence_seconds": 3.0}
     argv, extra = launch.worker_argv("decode", [])

@@ -314,7 +314,7 @@ def test_warm_up_requests_need_nothing_and_are_no_leak(nodes):
     """SGLang's health requests have no prompt in a tier; they run over the padding page."""
     node = nodes()
     [req] = running(node, (300, 4))
-    warm = Req("warm", 5, 3, None, torch.zeros(0))
+    warm = Req("warm", np.arange(5), 3, None, torch.zeros(0), 0)
     node._take_row(warm)
     node.coordinator.admit_request_direct(warm)
     assert not warm.hisparse_staging and not node.coordinator.blocked(warm) and node.coordinator.failure(warm) is None
@@ -335,7 +335,7 @@ def test_warm_up_requests_need_nothing_and_are_no_leak(nodes):
 
 def test_ends_are_idempotent_and_harmless_for_requests_that_were_never_admitted(nodes):
     node = nodes()
-    c, never = node.coordinator, Req("never", 20, 3, None, torch.zeros(0))
+    c, never = node.coordinator, Req("never", np.arange(20), 3, None, torch.zeros(0), 0)
     c.request_finished(never)
     node._take_row(never)
     c.request_finished(never)
@@ -373,7 +373,7 @@ def test_figures_follow_what_is_held(nodes):
     stats, report = c.get_token_stats(), c.report()
     assert (stats.device_tokens, stats.device_token_usage) == (8 * 16, 8 / 40)
     assert stats.host_tokens == 6 * 16 and stats.host_token_usage == 24 / node.cache.capacity
-    assert report["held"] == {"pages": 8, "mapped": 0, "sets": 1, "waiting": 0, "parked_pages": 0, "lane_tokens": 0, "cache_used": 24, "cache_pinned": 0}
+    assert report["held"] == {"pages": 8, "mapped": 0, "sets": 1, "waiting": 0, "parked_pages": 0, "lane_tokens": 0, "blocks": 18, "cache_pinned": 0}
     assert json.loads(json.dumps(report)) == report and report["live"] == 1 and report["logical_tokens"] == 304
     node.run(req)
     assert (report := c.report())["physical_tokens_peak"] == 8 * 16 and report["batch_peak"] == 1 and report["host_cache"]["peak_bytes"] > 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 
 import numpy as np
 import pytest
@@ -13,19 +12,23 @@ from hypothesis import strategies as st
 from decode_node.host_cache import HostCache
 from transport.errors import CapacityError, ConfigError
 
-SETS, PIECES, BLOCKS, BYTES = 2, 3, 6, 8
+PIECES, NUMBERS, BYTES = 3, 12, 8
+WORTH = np.where(np.arange(NUMBERS) % 3 == 1, np.pi, 1.0)  # irrational: no two ages are equal after division
 
 
 class Slow:
     """What a ``HostCache`` of ``capacity`` pieces should do, a piece at a time."""
 
-    def __init__(self, capacity: int):
-        self.capacity = capacity
-        self.held: OrderedDict[tuple, bytes] = OrderedDict()  # least recently used first
+    def __init__(self, capacity: int, worth: np.ndarray):
+        self.capacity, self.worth = capacity, worth
+        self.held: dict[tuple, bytes] = {}
+        self.used: dict[tuple, int] = {}
         self.pinned: set[tuple] = set()
-        self.reserved = self.evicted = self.uncached = self.peak = 0
+        self.reserved = self.evicted = self.uncached = self.peak = self.uses = 0
 
     def insert(self, keys: list[tuple], data: list[bytes], pinned: bool) -> bool:
+        now = self.uses
+        self.uses += len(keys)
         new = list(dict.fromkeys(k for k in keys if k not in self.held))
         old = {k for k in keys if k in self.held}
         if pinned:
@@ -36,7 +39,7 @@ class Slow:
         else:
             room = self.capacity - max(self.reserved, len(self.pinned)) - (len(self.held) - len(self.pinned))
         if new and len(new) > room:
-            victims = [k for k in self.held if k not in self.pinned and k not in old]
+            victims = sorted((k for k in self.held if k not in self.pinned and k not in old), key=lambda k: (self.used[k] - now) / self.worth[k[1]])
             victims = victims[: max(len(new) - room, self.capacity // 16)]
             for key in victims:
                 del self.held[key]
@@ -44,18 +47,16 @@ class Slow:
             self.evicted += len(victims)
         placed = new[: max(0, room)]
         self.uncached += len(new) - len(placed)
-        for key, value in zip(keys, data):
+        for i, (key, value) in enumerate(zip(keys, data)):
             if key in self.held or key in placed:
-                self.held[key] = value
-                self.held.move_to_end(key)
+                self.held[key], self.used[key] = value, now + i
         self.pinned |= set(placed) if pinned else set()
         self.peak = max(self.peak, len(self.held))
         return True
 
     def read(self, keys: list[tuple]) -> list[bytes | None]:
-        for key in keys:
-            if key in self.held:
-                self.held.move_to_end(key)
+        self.used.update({key: self.uses + i for i, key in enumerate(keys) if key in self.held})
+        self.uses += len(keys)
         return [self.held.get(key) for key in keys]
 
     def reserve(self, n: int) -> bool:
@@ -63,14 +64,16 @@ class Slow:
         self.reserved += n if fits else 0
         return fits
 
-    def drop(self, which: int) -> None:
-        for key in [k for k in self.held if k[0] == which]:
-            del self.held[key]
-            self.pinned.discard(key)
+    def drop(self, numbers: set[int]) -> None:
+        self.unpin(numbers)
+        self.held = {k: v for k, v in self.held.items() if k[1] not in numbers}
+
+    def unpin(self, numbers: set[int]) -> None:
+        self.pinned = {k for k in self.pinned if k[1] not in numbers}
 
 
 def columns(keys: list[tuple]) -> list[np.ndarray]:
-    return list(np.array(keys, np.int64).reshape(-1, 3).T)
+    return list(np.array(keys, np.int64).reshape(-1, 2).T)
 
 
 def rows(data: list[bytes]) -> np.ndarray:
@@ -87,41 +90,48 @@ def compare(cache: HostCache, slow: Slow) -> None:
     assert (cache.evicted, cache.uncached) == (slow.evicted, slow.uncached)
 
 
-places = st.tuples(st.integers(0, PIECES - 1), st.integers(0, BLOCKS - 1))
+def numbered(numbers: set[int]) -> np.ndarray:
+    return np.array(sorted(numbers), np.int64)
+
+
+places = st.tuples(st.integers(0, PIECES - 1), st.integers(0, NUMBERS - 1))
+blocks = st.sets(st.integers(0, NUMBERS - 1), max_size=6)
 operations = st.one_of(
-    st.tuples(st.just("insert"), st.integers(0, SETS - 1), st.lists(places, max_size=14), st.booleans()),
-    st.tuples(st.just("read"), st.lists(st.tuples(st.integers(0, SETS - 1), places), max_size=8)),
-    st.tuples(st.just("drop"), st.integers(0, SETS - 1)),
+    st.tuples(st.just("insert"), st.lists(places, max_size=14), st.booleans()),
+    st.tuples(st.just("read"), st.lists(places, max_size=8)),
+    st.tuples(st.just("drop"), blocks),
+    st.tuples(st.just("unpin"), blocks),
     st.tuples(st.just("reserve"), st.integers(0, 12)),
     st.tuples(st.just("unreserve"), st.integers(0, 12)),
 )
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.integers(0, 34), st.lists(operations, max_size=40))
-def test_it_is_what_a_dictionary_would_be(capacity, steps):
-    cache, slow = HostCache(SETS, PIECES, BLOCKS, BYTES, capacity * BYTES + BYTES // 2), Slow(capacity)
+@given(st.integers(0, 34), st.booleans(), st.lists(operations, max_size=40))
+def test_it_is_what_a_dictionary_would_be(capacity, weighted, steps):
+    cache = HostCache(PIECES, NUMBERS, BYTES, capacity * BYTES + BYTES // 2)
+    slow = Slow(capacity, WORTH if weighted else np.ones(NUMBERS))
+    if weighted:
+        cache.worth = lambda numbers: WORTH[numbers]
     value = iter(range(1 << 30))
     for name, *arguments in steps:
         if name == "insert":
-            which, at, pinned = arguments
-            data = [next(value).to_bytes(BYTES, "little") for _ in at]
-            keys = [(which, *place) for place in at]
+            keys, pinned = arguments
+            data = [next(value).to_bytes(BYTES, "little") for _ in keys]
             if slow.insert(keys, data, pinned):
-                cache.insert(which, *columns(keys)[1:], rows(data), pinned)
+                cache.insert(*columns(keys), rows(data), pinned)
             else:
                 with pytest.raises(CapacityError, match="reserved"):
-                    cache.insert(which, *columns(keys)[1:], rows(data), pinned)
+                    cache.insert(*columns(keys), rows(data), pinned)
         elif name == "read":
-            keys = [(which, *place) for which, place in arguments[0]]
-            data, here = cache.read(*columns(keys))
-            wanted = slow.read(keys)
+            data, here = cache.read(*columns(arguments[0]))
+            wanted = slow.read(arguments[0])
             assert here.tolist() == [w is not None for w in wanted]
             assert [d.tobytes() for d in data] == [w or bytes(BYTES) for w in wanted]
-        elif name == "drop":
-            slow.drop(*arguments)
-            cache.drop(*arguments)
-            cache.drop(*arguments)
+        elif name in ("drop", "unpin"):
+            getattr(slow, name)(*arguments)
+            for _ in range(2):
+                getattr(cache, name)(numbered(*arguments))
         elif name == "reserve":
             assert cache.reserve(*arguments) == slow.reserve(*arguments)
         elif arguments[0] <= slow.reserved:
@@ -131,63 +141,94 @@ def test_it_is_what_a_dictionary_would_be(capacity, steps):
             with pytest.raises(ValueError):
                 cache.unreserve(*arguments)
         compare(cache, slow)
-    held = cache.held(np.array([1, 0, 1]), 4)
-    assert np.array_equal(held, (cache.slot >= 0)[[1, 0, 1], :, :4])
-    for which in range(SETS):
-        cache.drop(which)
+    which = np.array([[1, 0, 7], [7, 11, 1]])
+    assert np.array_equal(cache.held(which), (cache.slot >= 0)[:, which])
+    cache.drop(np.arange(NUMBERS))
     assert cache.scan() == {"used": 0, "pinned": 0, "free": capacity}
 
 
-def filled(n: int, capacity: int, blocks: int = 1000, **more) -> HostCache:
-    cache = HostCache(4, 1, blocks, BYTES, capacity * BYTES, **more)
-    cache.insert(0, np.zeros(n, int), np.arange(n), np.zeros((n, BYTES), np.uint8))
+def put(cache: HostCache, piece: int, numbers, fill: int = 0, pinned: bool = False) -> None:
+    """One piece each of blocks ``numbers``."""
+    numbers = np.array(numbers, int)
+    cache.insert(np.full(len(numbers), piece), numbers, np.full((len(numbers), BYTES), fill, np.uint8), pinned)
+
+
+def filled(n: int, capacity: int, numbers: int = 1000, **more) -> HostCache:
+    cache = HostCache(4, numbers, BYTES, capacity * BYTES, **more)
+    put(cache, 0, range(n))
     return cache
 
 
 def test_the_least_recently_used_sixteenth_goes_first():
     cache = filled(160, 160)
-    cache.read(np.zeros(5, int), np.zeros(5, int), np.arange(5))
-    cache.insert(1, np.zeros(1, int), np.zeros(1, int), np.ones((1, BYTES), np.uint8))
-    assert np.flatnonzero(cache.slot[0, 0] < 0)[:10].tolist() == list(range(5, 15)) and cache.evicted == 10
-    assert (cache.slot[0, 0, :5] >= 0).all() and cache.slot[1, 0, 0] >= 0
+    cache.read(np.zeros(5, int), np.arange(5))
+    put(cache, 1, [0], 1)
+    assert np.flatnonzero(cache.slot[0] < 0)[:10].tolist() == list(range(5, 15)) and cache.evicted == 10
+    assert (cache.slot[0, :5] >= 0).all() and cache.slot[1, 0] >= 0
+
+
+def test_pieces_of_blocks_worth_more_age_slower_by_that_factor():
+    """Blocks 0 to 9 are worth four times what the others are, which are used later."""
+    cache = HostCache(1, 100, BYTES, 20 * BYTES)
+    cache.worth = lambda numbers: np.where(numbers < 10, 4.0, 1.0)
+    put(cache, 0, range(10))  # used at 0..9
+    cache.read(np.zeros(30, int), np.full(30, 99))
+    put(cache, 0, range(10, 20))  # used at 40..49
+    cache.read(np.zeros(3, int), np.full(3, 99))
+    put(cache, 0, range(20, 26))  # at 53: the ages of 0..9 count as 13.25, 13, 12.75..., those of 10..19 are 13, 12, 11...
+    assert np.flatnonzero(cache.slot[0] < 0)[:7].tolist() == [0, 1, 2, 3, 4, 10, 26]
+    assert cache.evicted == 6 and cache.uncached == 0
 
 
 def test_room_promised_to_pinned_pieces_is_taken_from_the_others_only_when_used():
     cache = filled(10, 10)
     assert cache.reserve(6) and not cache.reserve(5) and cache.reserve(4) and cache.evicted == 0
     cache.unreserve(4)
-    cache.insert(1, np.zeros(1, int), np.zeros(1, int), np.ones((1, BYTES), np.uint8))
+    put(cache, 1, [0], 1)
     assert cache.used_bytes == 4 * BYTES and cache.evicted == 7, "others keep off what is promised"
-    cache.insert(2, np.zeros(6, int), np.arange(6), np.ones((6, BYTES), np.uint8), pinned=True)
+    put(cache, 2, range(6), 1, pinned=True)
     assert cache.used_bytes == 10 * BYTES and cache.evicted == 7
     with pytest.raises(CapacityError) as caught:
-        cache.insert(2, np.zeros(1, int), np.array([6]), np.ones((1, BYTES), np.uint8), pinned=True)
+        put(cache, 2, [6], 1, pinned=True)
     assert caught.value.limit == "6 of 10 pieces"
 
 
+def test_what_is_no_longer_pinned_stays_until_its_room_is_wanted():
+    cache = filled(0, 10)
+    assert cache.reserve(10)
+    put(cache, 2, range(10), 1, pinned=True)
+    cache.unpin(np.arange(8))
+    assert cache.used_bytes == 10 * BYTES and cache.pinned_bytes == 2 * BYTES and cache.held(np.arange(10))[2].all()
+    cache.unreserve(8)
+    put(cache, 0, range(100, 108))
+    assert cache.held(np.arange(10))[2].tolist() == [False] * 8 + [True] * 2 and cache.held(np.arange(100, 108))[0].all()
+    put(cache, 2, [0, 1], 1)
+    assert cache.pinned_bytes == 2 * BYTES, "back, and nothing of the old pin with it"
+
+
 def test_more_than_there_is_room_for_is_left_out_and_counted():
-    cache = HostCache(1, 1, 50, BYTES, 20 * BYTES)
+    cache = HostCache(1, 50, BYTES, 20 * BYTES)
     assert cache.reserve(15)
-    cache.insert(0, np.zeros(30, int), np.arange(30), np.ones((30, BYTES), np.uint8))
-    assert cache.held(np.array([0]), 50)[0, 0].tolist() == [True] * 5 + [False] * 45 and cache.uncached == 25
+    put(cache, 0, range(30), 1)
+    assert cache.held(np.arange(50))[0].tolist() == [True] * 5 + [False] * 45 and cache.uncached == 25
 
 
 def test_the_average_is_weighed_by_time():
     now = [100.0]
-    cache = HostCache(2, 1, 10, BYTES, 10 * BYTES, clock=lambda: now[0])
+    cache = HostCache(1, 10, BYTES, 10 * BYTES, clock=lambda: now[0])
     assert cache.average_bytes() == 0.0
     now[0] = 102.0
-    cache.insert(0, np.zeros(4, int), np.arange(4), np.zeros((4, BYTES), np.uint8))
+    put(cache, 0, range(4))
     now[0] = 103.0
-    cache.insert(1, np.zeros(6, int), np.arange(6), np.zeros((6, BYTES), np.uint8))
+    put(cache, 0, range(4, 10))
     now[0] = 105.0
-    cache.drop(0)
+    cache.drop(np.arange(4))
     now[0] = 108.0
     assert cache.average_bytes() == pytest.approx((2 * 0 + 1 * 4 + 2 * 10 + 3 * 6) * BYTES / 8)
     assert cache.peak_bytes == 10 * BYTES and cache.used_bytes == 6 * BYTES
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 1, 8, 64), (1, 1, 1, 0, 64), (1, 1, 1, 8, -1), (1, 1, 1, 1, 1 << 40)])
+@pytest.mark.parametrize("sizes", [(0, 1, 8, 64), (1, 0, 8, 64), (1, 1, 0, 64), (1, 1, 8, -1), (1, 1, 1, 1 << 40)])
 def test_sizes_that_cannot_be(sizes):
     with pytest.raises(ConfigError):
         HostCache(*sizes)
@@ -195,57 +236,65 @@ def test_sizes_that_cannot_be(sizes):
 
 def test_memory_that_is_not_to_be_had():
     with pytest.raises(CapacityError):
-        HostCache(1, 1, 1, 1 << 60, 1 << 63)
+        HostCache(1, 1, 1 << 60, 1 << 63)
 
 
-@pytest.mark.parametrize("wrong", [dict(piece=[3]), dict(block=[-1]), dict(which=2), dict(data=np.zeros((1, BYTES - 1), np.uint8))])
+@pytest.mark.parametrize("wrong", [dict(piece=[3]), dict(piece=[-1]), dict(number=[-1]), dict(number=[4]), dict(data=np.zeros((1, BYTES - 1), np.uint8))])
 def test_what_is_outside_the_tables_is_refused_and_changes_nothing(wrong):
-    cache = HostCache(2, 3, 4, BYTES, 5 * BYTES)
-    good = dict(which=1, piece=[0], block=[0], data=np.zeros((1, BYTES), np.uint8)) | wrong
+    cache = HostCache(3, 4, BYTES, 5 * BYTES)
+    good = dict(piece=[0], number=[0], data=np.zeros((1, BYTES), np.uint8)) | wrong
     with pytest.raises(ValueError):
-        cache.insert(good["which"], np.array(good["piece"]), np.array(good["block"]), good["data"])
+        cache.insert(np.array(good["piece"]), np.array(good["number"]), good["data"])
     assert cache.scan() == {"used": 0, "pinned": 0, "free": 5}
-    for which in (-1, 2):
+
+
+@pytest.mark.parametrize("outside", [-1, 4])
+def test_blocks_outside_the_tables_end_no_piece(outside):
+    cache = HostCache(3, 4, BYTES, 5 * BYTES)
+    assert cache.reserve(4)
+    put(cache, 1, range(4), pinned=True)
+    for end in (cache.drop, cache.unpin):
         with pytest.raises(ValueError):
-            cache.drop(which)
+            end(np.array([0, outside]))
+    assert cache.scan() == {"used": 4, "pinned": 4, "free": 1}
 
 
 def test_threads_see_whole_pieces_or_none():
-    """Each piece's bytes say whose they are; eviction, drops, reads and inserts run at once."""
-    sets, pieces, blocks, size = 4, 5, 40, 64
-    cache, stop, faults = HostCache(sets, pieces, blocks, size, 300 * size), threading.Event(), []
+    """Each piece's bytes say whose they are; eviction, drops, reads and inserts run at once. A quarter of the blocks is pinned at times."""
+    pieces, numbers, size, quarter = 5, 160, 64, 40
+    cache, stop, faults = HostCache(pieces, numbers, size, 300 * size), threading.Event(), []
+    cache.worth = lambda which: 1.0 + which % 3
     assert cache.reserve(100)
 
-    def content(which, piece, block):
-        return np.repeat(((which * pieces + piece) * blocks + block).astype(np.uint32)[:, None], size // 4, 1).view(np.uint8)
+    def content(piece, number):
+        return np.repeat((piece * numbers + number).astype(np.uint32)[:, None], size // 4, 1).view(np.uint8)
 
     def run(seed: int, body) -> None:
         rng = np.random.default_rng(seed)
         try:
             while not stop.is_set():
                 n = int(rng.integers(1, 60))
-                body(rng, rng.integers(0, pieces, n), rng.integers(0, blocks, n))
+                body(rng, rng.integers(0, pieces, n), rng.integers(0, numbers, n))
         except BaseException as error:
             faults.append(error)
 
-    def insert(rng, piece, block):
-        which = int(rng.integers(0, sets))
-        cache.insert(which, piece, block, content(np.full(len(piece), which), piece, block))
+    def insert(rng, piece, number):
+        cache.insert(piece, number, content(piece, number))
 
-    def pin(rng, piece, block):
+    def pin(rng, piece, number):
+        number = numbers - 1 - number % quarter
         try:
-            cache.insert(3, piece, block, content(np.full(len(piece), 3), piece, block), pinned=True)
+            cache.insert(piece, number, content(piece, number), pinned=True)
         except CapacityError:
-            cache.drop(3)
+            (cache.drop if rng.integers(0, 2) else cache.unpin)(np.arange(numbers - quarter, numbers))
 
-    def read(rng, piece, block):
-        which = rng.integers(0, sets, len(piece))
-        data, here = cache.read(which, piece, block)
-        assert np.array_equal(data[here], content(which, piece, block)[here])
-        cache.held(np.arange(sets), blocks)
+    def read(rng, piece, number):
+        data, here = cache.read(piece, number)
+        assert np.array_equal(data[here], content(piece, number)[here])
+        cache.held(np.arange(numbers))
 
-    def drop(rng, piece, block):
-        cache.drop(int(rng.integers(0, sets)))
+    def drop(rng, piece, number):
+        cache.drop(np.arange(quarter) + quarter * int(rng.integers(0, numbers // quarter)))
         now = cache.scan()
         assert now["used"] + now["free"] == 300 and now["pinned"] <= 100
         stop.wait(0.001)
@@ -258,8 +307,7 @@ def test_threads_see_whole_pieces_or_none():
     for thread in threads:
         thread.join(10)
     assert not faults, faults
-    for which in range(sets):
-        cache.drop(which)
+    cache.drop(np.arange(numbers))
     cache.unreserve(100)
     assert cache.scan() == {"used": 0, "pinned": 0, "free": 300} and cache.reserved_bytes == cache.used_bytes == cache.pinned_bytes == 0
     assert sorted(cache._free.tolist()) == list(range(300)), "every slot is free, once"

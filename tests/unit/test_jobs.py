@@ -81,7 +81,7 @@ class Selected:
 
         def partial(payloads, start, stop):
             self.called("partial")
-            verify_records(payloads, pull.generations[last], pull.roots[last], pull.records[last], LAYOUT, peer=pull.link.peer, room=pull.room)
+            verify_records(payloads, pull.roots[last], pull.records[last], LAYOUT, peer=pull.link.peer, room=pull.room)
             self.partial.append(payloads[0].tobytes())
 
         return [*jobs, Job(pull, "partial_page", pull.link.welcome.geometry.payload_offsets(pull.records[last]), LAYOUT.payload_bytes, partial)]
@@ -94,7 +94,7 @@ class Selected:
         def accept(payloads, start, stop):
             self.called(phase)
             span = slice(start, stop)
-            verify_pieces(payloads, pull.generations[blocks[span]], self.digests[blocks[span], pieces[span]], pull.records[blocks[span]],
+            verify_pieces(payloads, self.digests[blocks[span], pieces[span]], pull.records[blocks[span]],
                           peer=pull.link.peer, room=pull.room)
             for piece, block, payload in zip(pieces[span].tolist(), blocks[span].tolist(), payloads):
                 assert (piece, block) not in self.pieces, "accepted twice"

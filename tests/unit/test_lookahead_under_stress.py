@@ -24,8 +24,8 @@ def test_a_piece_that_lands_while_a_plan_is_made_is_not_pulled_twice(nodes):
     assert asked
     held = node.cache.held
 
-    def late(sets, n):
-        seen = held(sets, n)
+    def late(numbers):
+        seen = held(numbers)
         node.land()
         landed(node, req)
         return seen
@@ -65,7 +65,7 @@ def test_a_generated_block_that_could_not_be_kept_is_not_pulled_from_a_tier(node
 
     def queries(reqs):
         if entry.error is not None:
-            lost = np.flatnonzero((node.cache.slot[entry.set] < 0).all(0) & (np.arange(node.cache.slot.shape[2]) >= 20))[0]
+            lost = 20 + np.flatnonzero(~node.cache.held(entry.numbers[20:]).any(0))[0]
             row_queries(node, {(req, row): [int(lost)] * node.layout.pieces for row in range(16)})
             chosen, node.queries = node.queries, queries
             return chosen(reqs) if (node.sets.slot_of[entry.set, :, lost] < 0).any() else point(reqs)

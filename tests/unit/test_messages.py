@@ -25,26 +25,34 @@ CUT = ArenaGeometry.fit(LAYOUT, 1 << 20)
 ENDPOINT = Endpoint.make("nixl", "node:1", "", 1 << 20, 1 << 40, b"blob" * 20)
 
 REQUESTS = [
-    m.Hello(seq=1, protocol=m.PROTOCOL, role="worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT),
+    m.Hello(seq=1, protocol=m.PROTOCOL, role="worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT, control="tcp://h:2"),
     m.Ping(seq=2),
-    m.Open(seq=3, room=2**63 - 1, rank=0, hashes=bytes(range(64)), private=1),
+    m.Open(seq=3, room=2**63 - 1, rank=0, hashes=bytes(range(64)), private=1, seed=bytes(32)),
     m.Commit(seq=4, room=7, rank=1, prompt_tokens=4096, roots=bytes(80), ranking=bytes(24), metadata=(b"a" * 8, b"")),
     m.Abort(seq=5, room=7, rank=0, reason="why ü"),
     m.Await(seq=6, epoch="e", room=7, rank=0, seconds=1.5),
     m.Renew(seq=7, epoch="e", leases=bytes(16)),
     m.Release(seq=8, epoch="e", leases=bytes(8)),
     m.Cancel(seq=9, epoch="e", room=-1, rank=0),
+    m.Lookup(seq=10, epoch="e", hashes=bytes(range(96)), hold=True),
+    m.Fill(seq=11, room=7, rank=0, prompt_tokens=9, roots=bytes(24), ranking=b"", metadata=(b"x",), sources=bytes(12), generations=bytes(24),
+           geometry=CUT, endpoints=(ENDPOINT,)),
 ]
 REPLIES = [
-    m.Welcome(seq=1, epoch="e", control="tcp://h:1", geometry=CUT, endpoints=(ENDPOINT,), lease_seconds=30.0, planes=("nixl",)),
+    m.Welcome(seq=1, epoch="e", control="tcp://h:1", geometry=CUT, endpoints=(ENDPOINT,), lease_seconds=30.0, planes=("nixl",),
+              memory_nodes=("tcp://memory:1", "tcp://memory:2")),
     m.Ok(seq=2),
     m.Failure(seq=3, code="RoomFailed", message="m", room=7, peer="p", limit="l", retryable=True),
     m.Opened(seq=4, records=bytes(8), generations=bytes(16), roots=bytes(16), fresh=b"\1\0"),
     m.Manifest(seq=5, epoch="e", room=7, rank=0, lease=3, lease_seconds=30.0, layout=LAYOUT, fingerprint=FINGERPRINT, prompt_tokens=5,
-               records=bytes(8), generations=bytes(16), roots=bytes(16), ranking=b"", metadata=(b"x",)),
+               seed=bytes(32), hashes=bytes(range(32)), records=bytes(8), generations=bytes(16), roots=bytes(16), ranking=b"", metadata=(b"x",)),
     m.Renewed(seq=6, gone=bytes(8)),
+    m.Moved(seq=7, control="tcp://memory:1"),
+    m.Held(seq=8, records=bytes(12), generations=bytes(24), roots=bytes(24), lease=9, lease_seconds=30.0),
 ]
 CASES = [(r, m.decode_request) for r in REQUESTS] + [(r, m.decode_reply) for r in REPLIES]
+OPTIONAL = {m.Hello: ("control",), m.Welcome: ("memory_nodes",)}
+"""Fields that may be left out, beside those of a failure."""
 IDS = [type(r).__name__ for r, _ in CASES]
 
 
@@ -89,7 +97,7 @@ def test_fields_too_many_too_few_or_of_another_type_are_refused(message, decode)
     assert refused(decode, msgspec.msgpack.encode({k: v for k, v in fields.items() if k != "type"}))
     assert refused(decode, encoded(seq="1")) and refused(decode, encoded(seq=1.5)) and refused(decode, encoded(seq=2**64 - 1) + b"\xff")
     for name in fields:
-        if name not in ("type", "seq", "room", "peer", "limit", "retryable") or (name == "room" and not isinstance(message, m.Failure)):
+        if name not in ("type", "seq", "room", "peer", "limit", "retryable") + OPTIONAL.get(type(message), ()) or (name == "room" and not isinstance(message, m.Failure)):
             less = {k: v for k, v in fields.items() if k != name}
             assert refused(decode, msgspec.msgpack.encode(less)), name
             assert refused(decode, encoded(**{name: {"a": []}})), name
@@ -142,6 +150,19 @@ def test_structs_that_refuse_their_own_fields_do_so_as_protocol_errors():
     fields = msgspec.to_builtins(REQUESTS[0], builtin_types=(bytes,))
     for name, value in (("num_layers", 0), ("kv_heads", 1 << 30), ("summary_bytes", -1)):
         assert refused(m.decode_request, msgspec.msgpack.encode({**fields, "layout": {**fields["layout"], name: value}}))
+
+
+def test_a_tier_without_memory_nodes_says_so():
+    welcome = msgspec.structs.replace(REPLIES[0], memory_nodes=())
+    assert m.decode_reply(m.encode(welcome)).memory_nodes == ()
+    fields = {k: v for k, v in msgspec.to_builtins(welcome, builtin_types=(bytes,)).items() if k != "memory_nodes"}
+    assert m.decode_reply(msgspec.msgpack.encode(fields)) == welcome
+    assert refused(m.decode_reply, msgspec.msgpack.encode({**fields, "memory_nodes": "tcp://memory:1"}))
+    assert refused(m.decode_reply, msgspec.msgpack.encode({**fields, "memory_nodes": [7]}))
+
+
+def test_no_record_can_be_mistaken_for_none():
+    assert m.NOWHERE > m.MAX_RECORDS and m.unpack(m.pack([m.NOWHERE], "u4"), "u4").tolist() == [m.NOWHERE]
 
 
 def test_messages_cannot_be_changed():

@@ -61,9 +61,8 @@ def test_a_round_trip_through_an_arena_keeps_every_bit(arena, dtype, layers, hea
 
     offsets = geometry.payload_offsets(records).tolist()
     payloads = np.stack([arena.bytes[o : o + layout.payload_bytes] for o in offsets])
-    digests = np.array([[xxhash.xxh3_64_intdigest(piece.tobytes(), int(g)) for piece in p.reshape(layout.pieces, -1)]
-                        for p, g in zip(payloads, generations)], np.uint64)
-    assert roots.tolist() == [xxhash.xxh3_64_intdigest(row.tobytes(), int(g)) for row, g in zip(digests, generations)]
+    digests = np.array([[xxhash.xxh3_64_intdigest(piece.tobytes()) for piece in p.reshape(layout.pieces, -1)] for p in payloads], np.uint64)
+    assert roots.tolist() == [xxhash.xxh3_64_intdigest(row.tobytes()) for row in digests]
     written = np.zeros(arena.size, bool)
     indexes = geometry.index_offsets(records).tolist()
     for o, i in zip(offsets, indexes):
@@ -130,11 +129,22 @@ def test_without_summaries_the_index_holds_digests_alone(arena):
     roots = ArenaWriter(arena, geometry, layout).write(records, generations, block, None)
     index = np.stack([arena.bytes[i : i + layout.index_bytes] for i in geometry.index_offsets(records).tolist()])
     digests, summaries = verify_index(index, generations, roots, records, layout, peer="", room=0)
-    assert digests.tolist() == piece_digests(bits(block).reshape(2, -1), generations, layout.pieces).tolist() and summaries.size == 0
+    assert digests.tolist() == piece_digests(bits(block).reshape(2, -1), layout.pieces).tolist() and summaries.size == 0
     end = geometry.index_base + 5 * geometry.index_stride
     assert (arena.bytes[geometry.index_base : end - 2 * geometry.index_stride] == 0xAA).all() and (arena.bytes[end:] == 0xAA).all()
     first = geometry.payload_stride * 3
     assert (arena.bytes[:first] == 0xAA).all() and not (arena.bytes[first : first + layout.payload_bytes] == 0xAA).all()
+
+
+def test_equal_pages_have_equal_roots_in_whichever_record(arena):
+    layout = layout_of("float32", num_layers=1, kv_heads=2, head_dim=4, block_tokens=4)
+    pool = Pool(layout, 4)
+    writer = ArenaWriter(arena, ArenaGeometry.fit(layout, arena.size), layout)
+    block = PageSource(pool.k, pool.v, layout).gather(torch.tensor([2, 0]), 8)
+    summaries = SUMMARY.build(block[:, :, :, 0])
+    first = writer.write(np.array([1, 2]), np.array([1, 1], np.uint64), block, summaries)
+    again = writer.write(np.array([7, 3]), np.array([9, 2**64 - 1], np.uint64), block, summaries)
+    assert first.tolist() == again.tolist() and first[0] != first[1]
 
 
 def test_an_arena_is_shared_by_descriptor_and_refuses_to_be_larger_than_it_is():

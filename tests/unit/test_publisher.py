@@ -23,6 +23,7 @@ from transport.errors import (
     RoomFailed,
     TransportError,
 )
+from transport.hashing import page_hashes
 from transport.integrity import piece_digests, verify_index
 from transport.tier import TierLimits
 
@@ -72,8 +73,8 @@ def test_the_arena_holds_the_pool_page_by_page(worlds, tokens, chunk_pages):
     held = in_arena(world, pub)
     assert np.array_equal(held, expected(world, pages, tokens))
     totals, lay = world.prefill.publisher.totals, world.prefill.layout
-    digests = piece_digests(held.reshape(len(pages), -1).view(np.uint8), pub.generations, lay.pieces)
-    assert pub.roots.tolist() == [xxhash.xxh3_64_intdigest(digests[n].tobytes(), int(pub.generations[n])) for n in range(len(pages))]
+    digests = piece_digests(held.reshape(len(pages), -1).view(np.uint8), lay.pieces)
+    assert pub.roots.tolist() == [xxhash.xxh3_64_intdigest(digests[n].tobytes()) for n in range(len(pages))]
     assert totals["pages_published"] == len(pages) and pub.copied_bytes == len(pages) * (lay.payload_bytes + lay.index_bytes)
     assert totals["bytes_published"] == pub.copied_bytes and pub.pool_pages.tolist() == pages.tolist()
 
@@ -88,7 +89,7 @@ def test_indexes_hold_digests_and_summaries_of_their_records(worlds):
         raw = world.tier.server.arena.bytes[at : at + lay.index_bytes][None]
         digests, raw = verify_index(raw, pub.generations[n : n + 1], pub.roots[n : n + 1], pub.records[n : n + 1], lay, peer="", room=1)
         payload = np.ascontiguousarray(in_arena(world, pub)[n : n + 1]).view(np.uint8).reshape(1, -1)
-        assert digests.tolist() == piece_digests(payload, pub.generations[n : n + 1], lay.pieces).tolist()
+        assert digests.tolist() == piece_digests(payload, lay.pieces).tolist()
         raw = raw.reshape(lay.num_layers, lay.kv_heads, lay.summary_bytes)
         keys = world.prefill.pool.page(page)[0]  # [layers, tokens, heads, dim]
         mean = keys.mean(1)
@@ -108,9 +109,28 @@ def test_a_prompt_published_twice_is_copied_once(worlds):
     assert np.array_equal(in_arena(world, second)[:5], in_arena(world, first)[:5])
     assert first.records[5] != second.records[5]
     assert second.roots[:5].tolist() == first.roots[:5].tolist()
-    other = world.prefill.publish(3, ids, pages, seed=b"other tenant")
+    other = world.prefill.publish(3, ids, pages, seed=b"other tenant".ljust(32))
     private = world.prefill.publish(4, ids, pages, seed=None)
     assert other.fresh.all() and private.fresh.all()
+
+
+@pytest.mark.parametrize("tokens", [3, 12, 14])
+@pytest.mark.parametrize("seed", [b"s" * 32, None])
+def test_readers_are_told_the_chain_of_the_whole_pages(worlds, tokens, seed):
+    world = worlds()
+    ids, pages = world.prompt(tokens)
+    assert world.prefill.publish(1, ids, pages, seed=seed).state == COMMITTED
+    manifest = world.tier.call(lambda: world.tier.tier.rooms[1, 0].manifest)
+    assert manifest.seed == (seed or b"")
+    assert manifest.hashes == (b"" if seed is None else page_hashes(seed, ids, 4)) and len(manifest.hashes) == (seed is not None) * 32 * (tokens // 4)
+
+
+def test_the_same_prompt_under_another_tenant_has_other_hashes_and_equal_roots(worlds):
+    world = worlds()
+    ids, pages = world.prompt(14)
+    ours, theirs = (world.prefill.publish(room, ids, pages, seed=bytes([room]) * 32) for room in (1, 2))
+    assert theirs.fresh.all() and not set(ours.records.tolist()) & set(theirs.records.tolist())
+    assert theirs.roots.tolist() == ours.roots.tolist()
 
 
 def test_a_prefix_is_shared_up_to_where_it_differs(worlds):
@@ -395,7 +415,7 @@ def test_aborts_in_every_state_leave_nothing(worlds):
                 hold = gate(publisher)
             if turn % 2:
                 waiting = world.decode.pull(room)
-            pub = world.prefill.open(room, ids, seed=None if turn % 3 else b"seed")
+            pub = world.prefill.open(room, ids, seed=None if turn % 3 else b"seed" * 8)
             if state == "waiting for room":
                 until(lambda: publisher._waiting == [pub], state)
             if state in ("open", "half copied", "committed"):

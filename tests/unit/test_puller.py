@@ -21,10 +21,12 @@ from transport.errors import (
     LeaseExpired,
     OasisError,
     PeerLost,
+    ProtocolError,
     RoomFailed,
     StaleEpoch,
     TransportError,
 )
+from transport.hashing import page_hashes
 from transport.tier import TierLimits
 
 QUICK = PullLimits(await_seconds=0.4, read_seconds=0.3, silence_seconds=0.3)
@@ -134,6 +136,49 @@ def test_another_number_of_pages_than_was_committed(worlds):
     world.settle()
 
 
+# -- the chain of hashes ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [3, 23, 24])
+@pytest.mark.parametrize("seed", [b"s" * 32, None])
+def test_a_pull_knows_the_hashes_of_its_whole_pages(worlds, tokens, seed):
+    world = worlds()
+    ids, pages = world.prompt(tokens)
+    world.prefill.publish(1, ids, pages, seed=seed)
+    pull = ready(world, 1)
+    whole = page_hashes(seed, ids, 4) if seed else b""
+    assert pull.hashes == [whole[n : n + 32] for n in range(0, len(whole), 32)] and pull.manifest.seed == (seed or b"")
+    assert len(pull.hashes) == (tokens // 4 if seed else 0) and len(pull.records) == -(-tokens // 4)
+    world.decode.puller.cancel(pull, "")
+    world.settle()
+
+
+BROKEN_CHAINS = {
+    "one too few": lambda held: dict(hashes=held.hashes[:-32]), "one too many": lambda held: dict(hashes=held.hashes + bytes(32)),
+    "not whole": lambda held: dict(hashes=held.hashes[:-1]), "no seed": lambda held: dict(seed=b""), "a short seed": lambda held: dict(seed=held.seed[:-1]),
+    "a long seed": lambda held: dict(seed=held.seed + b"x"),
+}
+
+
+@pytest.mark.parametrize("wrong", BROKEN_CHAINS)
+def test_hashes_that_are_not_those_of_the_prompt_are_refused(worlds, wrong):
+    world = worlds()
+    ids, pages = world.prompt(23)
+    world.prefill.publish(1, ids, pages, seed=b"s" * 32)
+
+    def tamper():
+        held = world.tier.tier.rooms[1, 0]
+        held.manifest = msgspec.structs.replace(held.manifest, **BROKEN_CHAINS[wrong](held.manifest))
+
+    world.tier.call(tamper)
+    pull = world.decode.pull(1)
+    until(lambda: pull.state in ("ready", "failed"))
+    assert pull.state == "failed" and isinstance(pull.error, ProtocolError) and "hashes" in str(pull.error)
+    assert pull.error.room == 1 and pull.error.peer
+    still_serves(world)
+    world.settle()
+
+
 # -- damage -------------------------------------------------------------------------------------------------------
 
 
@@ -189,8 +234,8 @@ def test_a_record_freed_and_reused_while_it_is_read_is_noticed(worlds):
     world.settle()
 
 
-def test_the_same_bytes_written_again_are_not_the_same_record(worlds):
-    """The generation alone tells: the prompt, the record and every byte are equal."""
+def test_the_same_bytes_written_again_are_as_good(worlds):
+    """Another generation of the record with every byte equal: nothing wrong could be attended to, so nothing is refused."""
     world = worlds(tier=dict(records=6))
     ids, pages = world.prompt(24)
     world.prefill.publish(1, ids, pages, seed=None)
@@ -198,9 +243,9 @@ def test_the_same_bytes_written_again_are_not_the_same_record(worlds):
     world.tier.call(world.tier.tier._end_lease, pull.manifest.lease)
     again = world.prefill.publish(2, ids, pages, seed=None)
     assert again.records.tolist() == pull.records.tolist() and again.generations.tolist() == (pull.generations + np.uint64(1)).tolist()
-    assert not set(again.roots.tolist()) & set(pull.roots.tolist())
+    assert again.roots.tolist() == pull.roots.tolist()
     world.decode.puller.cancel(pull, "")
-    world.pull_into(2, np.arange(6))
+    assert world.pull_into(2, np.arange(6)).state == "done" and world.arrived(pages, np.arange(6), 24)
     world.settle()
 
 

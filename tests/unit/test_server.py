@@ -46,7 +46,7 @@ from transport.worker_client import WorkerClient
 client = WorkerClient(sys.argv[1])
 client.attach(node="victim", rank=0, layout=msgspec.json.decode(sys.argv[2], type=KVLayout), fingerprint=sys.argv[3])
 for room in (1, 2):
-    client.call(m.Open, room=room, rank=0, hashes=b"", private=2)
+    client.call(m.Open, room=room, rank=0, seed=b"", hashes=b"", private=2)
 client.call(m.Commit, room=2, rank=0, prompt_tokens=8, roots=bytes(16), ranking=b"", metadata=tuple(bytes(n) for n in client.welcome.geometry and (8, 12)))
 print("OPEN", flush=True)
 time.sleep(60)
@@ -165,12 +165,12 @@ def test_a_stopped_tier_is_a_deadline(tier, client):
 
 
 def test_the_error_of_a_call_is_the_tiers(client):
-    client.call(m.Open, room=1, rank=0, hashes=b"", private=1)
+    client.call(m.Open, room=1, rank=0, seed=b"", hashes=b"", private=1)
     with pytest.raises(DuplicateRoom) as error:
-        client.call(m.Open, room=1, rank=0, hashes=b"", private=1)
+        client.call(m.Open, room=1, rank=0, seed=b"", hashes=b"", private=1)
     assert error.value.room == 1
     with pytest.raises(CapacityError) as error:
-        client.call(m.Open, room=2, rank=0, hashes=b"", private=64)
+        client.call(m.Open, room=2, rank=0, seed=b"", hashes=b"", private=64)
     assert error.value.retryable and error.value.limit == "64 records wanted, 63 of 64 available"
 
 
@@ -246,10 +246,10 @@ def test_garbage_from_a_reader_is_answered_and_counted(tier, client, reader):
 
 
 @pytest.mark.parametrize("make, fields", [
-    (m.Open, dict(room=1, rank=0, hashes=b"", private=1)), (m.Commit, dict(room=1, rank=0, prompt_tokens=4, roots=bytes(8), ranking=b"", metadata=(bytes(8), bytes(12)))),
+    (m.Open, dict(room=1, rank=0, seed=b"", hashes=b"", private=1)), (m.Commit, dict(room=1, rank=0, prompt_tokens=4, roots=bytes(8), ranking=b"", metadata=(bytes(8), bytes(12)))),
     (m.Abort, dict(room=1, rank=0, reason="")), (m.Hello, dict(protocol=m.PROTOCOL, role="worker", **HELLO))])
 def test_a_reader_cannot_publish(tier, client, reader, make, fields):
-    client.call(m.Open, room=1, rank=0, hashes=b"", private=1)
+    client.call(m.Open, room=1, rank=0, seed=b"", hashes=b"", private=1)
     reader.hello()
     with pytest.raises(ProtocolError, match="only a local worker"):
         reader.ask(make, **fields)
@@ -344,7 +344,7 @@ def test_the_http_numbers_follow_the_tables(tier, client, reader):
 
     before = scrape()
     assert before['oasis_tier_records{state="free"}'] == 64 and before["oasis_tier_arena_bytes"] == tier.server.options.arena_bytes
-    client.call(m.Open, room=1, rank=0, hashes=bytes(32), private=2)
+    client.call(m.Open, room=1, rank=0, seed=bytes(32), hashes=bytes(32), private=2)
     assert scrape()['oasis_tier_records{state="writing"}'] == 3 and scrape()["oasis_tier_pages_fresh_total"] == 3
     client.call(m.Commit, room=1, rank=0, prompt_tokens=12, roots=bytes(24), ranking=bytes(4 * 6 * 3), metadata=tuple(bytes(n) for n in ROW))
     epoch = reader.hello().epoch
@@ -365,7 +365,7 @@ def test_many_workers_at_once(tier):
             client = WorkerClient(tier.path)
             client.attach(**{**HELLO, "rank": n})
             for k in range(20):
-                opened = client.call(m.Open, room=k, rank=n, hashes=b"", private=2)
+                opened = client.call(m.Open, room=k, rank=n, seed=b"", hashes=b"", private=2)
                 client.arena.bytes[m.unpack(opened.records, "u4").astype(int) * 768] = n
                 assert (client.arena.bytes[m.unpack(opened.records, "u4").astype(int) * 768] == n).all(), "a record of two writers"
                 client.call(m.Abort, room=k, rank=n, reason="done")

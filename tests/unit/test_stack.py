@@ -100,6 +100,34 @@ def test_an_oasis_stack_is_wired_and_stopped_in_reverse(make_stack, tmp_path):
     stack.stop()
 
 
+def values(argv, flag, count=1):
+    """What follows each occurrence of ``flag``."""
+    return [argv[at + 1 : at + 1 + count] for at, word in enumerate(argv) if word == flag]
+
+
+def test_several_workers_and_memory_nodes(make_stack, tmp_path):
+    """Each prefill worker has a tier of its own, all tiers know all memory nodes, the router knows all workers."""
+    with make_stack(prefills=2, decodes=2, memory_nodes=2) as stack:
+        assert list(stack.servers) == ["memory0", "memory1", "tier", "tier1", "prefill", "prefill1", "decode", "decode1", "router"]
+        told = {name: fetch(url) for name, url in stack.urls.items()}
+        argv = {name: entry["argv"] for name, entry in told.items()}
+        nodes = ",".join(f"tcp://{value(argv[name], '--listen')}" for name in ("memory0", "memory1"))
+        assert ":0" not in nodes
+        for prefill, tier in (("prefill", "tier"), ("prefill1", "tier1")):
+            assert value(argv[tier], "--memory-nodes") == nodes
+            assert json.loads(told[prefill]["config"])["tier"] == value(argv[tier], "--local")
+            assert value(argv[prefill], "--disaggregation-bootstrap-port") == str(stack.bootstrap_ports[prefill])
+        assert "--memory-nodes" not in argv["memory0"]
+        assert len({value(argv[name], "--local") for name in ("memory0", "memory1", "tier", "tier1")}) == 4
+        assert len({value(argv[name], "--node") for name in ("memory0", "memory1", "tier", "tier1")}) == 4
+        assert values(argv["router"], "--prefill", 2) == [[stack.urls[name], str(stack.bootstrap_ports[name])] for name in ("prefill", "prefill1")]
+        assert values(argv["router"], "--decode") == [[stack.urls[name]] for name in ("decode", "decode1")]
+        assert stack.bootstrap_port == stack.bootstrap_ports["prefill"] != stack.bootstrap_ports["prefill1"]
+    order = (tmp_path / "order").read_text().split()
+    assert order[0] == "router" and sorted(order[1:5]) == ["decode", "decode1", "prefill", "prefill1"]
+    assert sorted(order[5:7]) == ["tier", "tier1"] and sorted(order[7:]) == ["memory0", "memory1"]
+
+
 def test_a_stock_stack_has_no_tier_and_no_oasis_setting(make_stack):
     with make_stack("stock") as stack:
         assert list(stack.servers) == ["prefill", "decode", "router"]
@@ -157,6 +185,9 @@ def test_segments_of_a_killed_server_are_removed(make_stack):
         segment.unlink(missing_ok=True)
 
 
-def test_two_workers_share_the_gpus_there_are():
-    assert [stack_module.gpu_share(role, 1) for role in ("prefill", "decode")] == [["--mem-fraction-static", "0.42"]] * 2
-    assert [stack_module.gpu_share(role, 8) for role in ("prefill", "decode")] == [[], ["--base-gpu-id", "1"]]
+def test_workers_share_the_gpus_there_are():
+    share = stack_module.gpu_share
+    assert [share(place, 2, gpus=1) for place in range(2)] == [["--mem-fraction-static", "0.42"]] * 2
+    assert [share(place, 2, gpus=8) for place in range(2)] == [[], ["--base-gpu-id", "1"]]
+    half = ["--mem-fraction-static", "0.42"]
+    assert [share(place, 4, gpus=2) for place in range(4)] == [half, ["--base-gpu-id", "1", *half]] * 2

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from node_rig import FINGERPRINT, small_layout
-from tier_bench import LAYOUT, LIMITS, ROW_BYTES, Bench, digest, opened
+from tier_bench import LAYOUT, LIMITS, ROW_BYTES, SEED, Bench, digest, opened
 
 from transport import messages as m
 from transport.errors import (
@@ -40,7 +40,8 @@ def bench():
 
 def test_nothing_is_served_before_hello():
     bench = Bench()
-    for make, fields in ((m.Open, dict(room=1, rank=0, hashes=b"", private=1)), (m.Await, dict(room=1, rank=0, seconds=1.0)), (m.Renew, dict(leases=b""))):
+    for make, fields in ((m.Open, dict(room=1, rank=0, seed=b"", hashes=b"", private=1)), (m.Await, dict(room=1, rank=0, seconds=1.0)), (m.Renew, dict(leases=b"")),
+                         (m.Lookup, dict(hashes=digest(1), hold=False))):
         with pytest.raises(StaleEpoch):
             bench.do("R1", make, **fields)
     with pytest.raises(CapacityError) as error:
@@ -50,7 +51,7 @@ def test_nothing_is_served_before_hello():
 
 
 @pytest.mark.parametrize("field, changes", [
-    ("protocol", dict(protocol=1)), ("protocol", dict(protocol=3)), ("fingerprint", dict(fingerprint="0" * 64)), ("kv_heads", dict(layout=small_layout(kv_heads=1))),
+    ("protocol", dict(protocol=m.PROTOCOL - 1)), ("protocol", dict(protocol=m.PROTOCOL + 1)), ("fingerprint", dict(fingerprint="0" * 64)), ("kv_heads", dict(layout=small_layout(kv_heads=1))),
     ("tp_size", dict(layout=small_layout(tp_size=2))), ("block_tokens", dict(layout=small_layout(block_tokens=16))),
     ("dtype", dict(layout=small_layout(dtype="bfloat16"))), ("metadata_lens", dict(layout=small_layout(metadata_lens=(8,))))])
 @pytest.mark.parametrize("session", ["W2", "R2"])
@@ -95,7 +96,7 @@ def test_a_room_from_open_to_release(bench):
     assert isinstance(bench.commit("W1", 7, 3, roots=[11, 12, 13], tokens=9, ranking=order), m.Ok)
     [(session, manifest)] = bench.mail()
     assert session == "R1" and manifest.prompt_tokens == 9 and manifest.room == 7 and manifest.metadata == ROW_BYTES
-    assert manifest.ranking == order
+    assert manifest.ranking == order and manifest.seed == SEED and manifest.hashes == digest(1) + digest(2)
     assert m.unpack(manifest.roots, "u8").tolist() == [11, 12, 13] and m.unpack(manifest.generations, "u8").tolist() == [1, 1, 1]
     assert bench.inventory(leased=3, rooms=0, leases=1, waiters=0) is True
     bench.do("R1", m.Release, leases=m.pack([manifest.lease], "u8"))
@@ -142,9 +143,39 @@ def test_without_a_whole_block_nothing_can_be_ranked(bench):
 
 @pytest.mark.parametrize("hashes, private", [(b"", 0), (b"x" * 31, 0), (b"x" * 33, 1), (b"", -1), (b"x" * 64, -1), (b"", m.MAX_RECORDS + 1)])
 def test_page_lists_out_of_bounds(bench, hashes, private):
-    with pytest.raises(ProtocolError):
-        bench.do("W1", m.Open, room=1, rank=0, hashes=hashes, private=private)
-    assert bench.empty() is True
+    with pytest.raises(ProtocolError) as error:
+        bench.do("W1", m.Open, room=1, rank=0, seed=SEED, hashes=hashes, private=private)
+    assert error.value.room == 1 and bench.empty() is True
+
+
+@pytest.mark.parametrize("seed", [b"", b"x" * 31, b"x" * 33])
+def test_hashes_without_the_seed_of_their_chain_are_refused(bench, seed):
+    with pytest.raises(ProtocolError, match="seed") as error:
+        bench.open("W1", 7, [digest(1)], private=1, seed=seed)
+    assert (error.value.room, error.value.limit) == (7, "32 bytes") and bench.empty() is True
+    assert bench.open("W1", 7, [digest(1)], private=1).fresh == b"\1\1"
+
+
+@pytest.mark.parametrize("seed", [b"", SEED])
+def test_a_prompt_without_a_whole_page_may_have_a_seed(bench, seed):
+    bench.open("W1", 7, private=1, seed=seed)
+    bench.commit("W1", 7, 1, tokens=3)
+    manifest = bench.await_("R1", 7)
+    assert (manifest.seed, manifest.hashes) == (seed, b"")
+
+
+def test_a_seed_of_another_length_is_refused_with_or_without_hashes(bench):
+    with pytest.raises(ProtocolError, match="seed"):
+        bench.open("W1", 7, private=1, seed=b"x" * 5)
+
+
+def test_a_reader_is_told_the_hashes_of_reused_pages_too(bench):
+    bench.publish("W1", 1, [digest(1), digest(2)])
+    assert bench.open("W1", 2, [digest(1), digest(2), digest(3)], private=1, seed=b"s" * 32).fresh == b"\0\0\1\1"
+    bench.commit("W1", 2, 4, tokens=13)
+    manifest = bench.await_("R1", 2)
+    assert manifest.seed == b"s" * 32 and manifest.hashes == digest(1) + digest(2) + digest(3)
+    assert len(m.unpack(manifest.records, "u4")) == 4, "the partial page has a record and no hash"
 
 
 def test_only_its_opener_commits_or_aborts_a_room(bench):
@@ -338,7 +369,8 @@ def test_a_reader_that_renews_as_often_as_its_leases_want_is_never_forgotten():
 
 
 def test_another_epoch_is_refused(bench):
-    for make, fields in ((m.Await, dict(room=1, rank=0, seconds=1.0)), (m.Renew, dict(leases=b"")), (m.Release, dict(leases=b"")), (m.Cancel, dict(room=1, rank=0))):
+    for make, fields in ((m.Await, dict(room=1, rank=0, seconds=1.0)), (m.Renew, dict(leases=b"")), (m.Release, dict(leases=b"")), (m.Cancel, dict(room=1, rank=0)),
+                         (m.Lookup, dict(hashes=b"", hold=False))):
         with pytest.raises(StaleEpoch):
             bench.do("R1", make, epoch="old", **fields)
 
@@ -375,8 +407,8 @@ class Chaos:
         self.owed: dict[tuple[str, int], int] = {}  # (session, seq) -> room
         self.pages: dict[tuple[str, int], list[int]] = {}  # (worker, room) -> root of each page, 0: unknown
         self.promised: dict[int, list[int]] = {}  # room -> roots of its commit
-        self.leases: dict[int, tuple[float, m.Manifest]] = {}
-        self.answers = 0
+        self.leases: dict[int, tuple[float, m.Manifest | m.Held]] = {}
+        self.answers = self.found = 0
         self.join("W")
         self.join("R")
         self.generation = self.tier.table.generation.copy()
@@ -389,7 +421,7 @@ class Chaos:
 
     def step(self):
         moves = {self.open: 12, self.commit: 10, self.abort: 4, self.wait: 12, self.cancel: 3, self.renew: 4, self.release: 8,
-                 self.pass_time: 6, self.newcomer: 1, self.die: 1, self.speak_of_old: 1}
+                 self.pass_time: 6, self.look: 6, self.newcomer: 1, self.die: 1, self.speak_of_old: 1}
         self.rng.choices(list(moves), list(moves.values()))[0]()
         self.collect()
         self.check()
@@ -407,7 +439,7 @@ class Chaos:
         worker, room = self.rng.choice(self.workers), self.any_room()
         numbers = [self.rng.randint(1, 15) for _ in range(self.rng.randint(0, 5))]
         private = self.rng.randint(0, 2)
-        reply = self.attempt(worker, m.Open, room=room, rank=0, hashes=b"".join(map(digest, numbers)), private=private)
+        reply = self.attempt(worker, m.Open, room=room, rank=0, seed=SEED, hashes=b"".join(map(digest, numbers)), private=private)
         if isinstance(reply, m.Opened):
             roots = [1000 + n for n in numbers] + [self.rng.randint(10**6, 10**9) for _ in range(private)]
             known = m.unpack(reply.roots, "u8").tolist()
@@ -440,6 +472,20 @@ class Chaos:
             self.owed[session, self.bench.seq] = room
         else:
             self.receive(session, reply, room)
+
+    def look(self):
+        numbers = [self.rng.randint(1, 15) for _ in range(self.rng.randint(0, 6))]
+        hold = self.rng.random() < 0.5
+        reply = self.attempt(self.rng.choice(self.readers + self.workers or ["R0"]), m.Lookup, hashes=b"".join(map(digest, numbers)), hold=hold)
+        if isinstance(reply, StaleEpoch):
+            return
+        roots = m.unpack(reply.roots, "u8").tolist()
+        here = m.unpack(reply.records, "u4") != m.NOWHERE
+        assert roots == [1000 + n if there else 0 for n, there in zip(numbers, here)], "another page's checksum"
+        assert bool(reply.lease) == (hold and here.any())
+        self.found += int(bool(reply.lease))
+        if reply.lease:
+            self.leases[reply.lease] = (self.bench.now + LIMITS.lease_seconds, reply)
 
     def cancel(self):
         self.attempt(self.rng.choice(self.readers or ["R0"]), m.Cancel, room=self.any_room(), rank=0)
@@ -523,8 +569,9 @@ class Chaos:
         for due, manifest in self.leases.values():
             if self.bench.now < due + LIMITS.grace_seconds:
                 records = m.unpack(manifest.records, "u4")
-                assert table.generation[records].tolist() == m.unpack(manifest.generations, "u8").tolist(), "freed under a lease"
-                assert table.root[records].tolist() == m.unpack(manifest.roots, "u8").tolist()
+                here = records != m.NOWHERE
+                assert table.generation[records[here]].tolist() == m.unpack(manifest.generations, "u8")[here].tolist(), "freed under a lease"
+                assert table.root[records[here]].tolist() == m.unpack(manifest.roots, "u8")[here].tolist()
 
     def end(self):
         for name in self.workers:
@@ -541,11 +588,11 @@ class Chaos:
 
 @pytest.mark.parametrize("block", range(6))
 def test_any_order_of_anything_keeps_every_account(block):
-    answers = 0
+    answers = found = 0
     for seed in range(block * 20, block * 20 + 20):
         chaos = Chaos(seed)
         for _ in range(250):
             chaos.step()
         chaos.end()
-        answers += chaos.answers
-    assert answers > 300, "the fuzz must exercise what it is about"
+        answers, found = answers + chaos.answers, found + chaos.found
+    assert answers > 300 and found > 100, "the fuzz must exercise what it is about"

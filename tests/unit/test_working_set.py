@@ -17,10 +17,21 @@ SUMMARY = SUMMARIES["mean_var_int8"]
 LAYOUT = KVLayout(num_layers=2, kv_heads=2, head_dim=8, block_tokens=16, dtype="float32", itemsize=4, tp_size=1,
                   summary=SUMMARY.name, summary_bytes=SUMMARY.bytes(8), metadata_lens=(8,))
 S, N, W, SINK, RECENT = LAYOUT.pieces, 24, 6, 1, 2
+NUMBERS = 90
 
 
 def make(sets: int = 3) -> WorkingSets:
-    return WorkingSets(LAYOUT, SUMMARY, sets=sets, blocks=N, working=W, sink=SINK, recent=RECENT, device="cpu", sticky=0)
+    """Every block of every set has a number of its own, in no order."""
+    made = WorkingSets(LAYOUT, SUMMARY, sets=sets, blocks=N, numbers=NUMBERS, working=W, sink=SINK, recent=RECENT, device="cpu", sticky=0)
+    numbers = np.random.default_rng(7).permutation(NUMBERS)[: sets * N].reshape(sets, N)
+    for chosen in range(sets):
+        made.bind(chosen, 0, numbers[chosen])
+    return made
+
+
+def raw_of(sets: WorkingSets, chosen: int, blocks: int) -> torch.Tensor:
+    """Summaries uint8 [S, blocks, bytes] of a set's first blocks, one by one."""
+    return torch.stack([sets.raw[:, int(number)] for number in sets.number[chosen, :blocks]], 1)
 
 
 def keys(seed: int, *shape: int) -> torch.Tensor:
@@ -83,7 +94,7 @@ def test_residency_follows_the_model(whole, seed, steps):
             else:
                 sets.ema[chosen] = torch.from_numpy(rng.integers(0, 3, (S, N)).astype(np.float32))  # many are equal
                 assert sets.fold(chosen, block, content).tolist() == model.fold(block, sets.ema[chosen])
-            assert torch.equal(sets.raw[chosen, :, block], SUMMARY.build(content))
+            assert torch.equal(sets.raw[:, sets.number[chosen, block]], SUMMARY.build(content))
         elif step == "replace":
             moves = []
             for piece, row in enumerate(model.rows):
@@ -128,14 +139,64 @@ def test_sets_are_handed_out_cleared_and_once():
     assert sets.working[a] == sets.blocks[a] == 0
 
 
-def test_summaries_lie_by_piece_and_block():
+def test_summaries_lie_by_piece_and_number():
     sets = make()
     rows = np.random.default_rng(0).integers(0, 256, (5, S, LAYOUT.summary_bytes)).astype(np.uint8)
-    sets.summarise(1, 3, rows)
-    for block in range(5):
+    numbers = np.array([70, 3, 89, 0, 41])
+    sets.summarise(numbers, rows)
+    for i, number in enumerate(numbers):
         for piece in range(S):
-            assert sets.raw[1, piece, 3 + block].numpy().tolist() == rows[block, piece].tolist()
-    assert not sets.raw[1, :, :3].any() and not sets.raw[1, :, 8:].any() and not sets.raw[0].any()
+            assert sets.raw[piece, number].numpy().tolist() == rows[i, piece].tolist()
+    assert not sets.raw[:, np.setdiff1d(np.arange(NUMBERS), numbers)].any()
+
+
+def test_numbers_are_bound_from_a_block_on_to_one_set():
+    sets = make()
+    before = sets.number.copy()
+    sets.bind(1, 5, np.array([88, 2, 14]))
+    before[1, 5:8] = 88, 2, 14
+    assert np.array_equal(sets.number, before) and np.array_equal(sets._number.numpy(), before), "those that are scored by as well"
+
+
+def test_the_tables_take_as_many_bytes_as_is_said():
+    sets = make()
+    tables = sets.raw, sets.ema, sets.slot_of, sets.block_at, sets.flying, sets.ahead, sets._number
+    assert WorkingSets.bytes(LAYOUT, 3, N, NUMBERS, W) == sum(t.nbytes for t in tables)
+
+
+def test_sets_that_share_blocks_share_their_summaries():
+    """A summary that comes late, or that a set has grown, is what the other is scored by."""
+    sets = make()
+    a, b = sets.acquire(), sets.acquire()
+    sets.bind(a, 0, np.array([50, 60, 70]))
+    sets.bind(b, 0, np.array([70, 50]))
+    sets.place(a, np.tile([0, 1], (S, 1)), 2)
+    sets.place(b, np.tile([0, 1], (S, 1)), 2)
+    sets.grow(a, 2, 2, keys(1))
+    sets.summarise(np.array([60, 50]), SUMMARY.build(keys(2, 2)).numpy())
+    queries = torch.randn((1, S, 1, 2, 8), generator=torch.Generator().manual_seed(3)).expand(2, -1, -1, -1, -1)
+    mass = scored(sets, [a, b], queries, 3)
+    late = SUMMARY.build(keys(2, 2)).transpose(0, 1)
+    content = {60: late[:, 0], 50: late[:, 1], 70: SUMMARY.build(keys(1))}
+    for row, numbers in enumerate([(50, 60, 70), (70, 50)]):
+        alone = block_mass(SUMMARY, queries[:1], [torch.stack([content[n] for n in numbers], 1)], 3)[0, 0]
+        assert torch.allclose(mass[row], alone, atol=1e-6) and not mass[row, :, len(numbers) :].any()
+
+
+def test_a_set_with_more_blocks_than_asked_for_is_scored_over_the_first():
+    """Its request has gone since the step began, and a longer one has the set."""
+    sets, _ = filled()
+    queries = torch.randn((2, S, 1, 2, 8), generator=torch.Generator().manual_seed(4))
+    mass = scored(sets, [1, 0], queries, 14)
+    for row, chosen in enumerate([1, 0]):
+        assert torch.allclose(mass[row], block_mass(SUMMARY, queries[row : row + 1], [raw_of(sets, chosen, 14)], 14)[0, 0], atol=1e-6)
+
+
+def test_some_pieces_are_scored_as_all_are():
+    sets, _ = filled()
+    queries = torch.randn((3, S, 2, 2, 8), generator=torch.Generator().manual_seed(4))
+    order, part = np.array([2, 0, 1]), slice(1, 3)
+    assert torch.allclose(sets.score(order, part, queries[:, part], 20), sets.score(order, slice(0, S), queries, 20)[:, :, part], atol=1e-6)
 
 
 def planned(sets: WorkingSets, order: list[int], blocks: dict[int, int], seed: int = 5) -> tuple:
@@ -148,16 +209,17 @@ def planned(sets: WorkingSets, order: list[int], blocks: dict[int, int], seed: i
 
 def scored(sets: WorkingSets, order: list[int], queries: torch.Tensor, n: int) -> torch.Tensor:
     """float32 [b, S, n] by one row each."""
-    return sets.score(torch.tensor(order), slice(0, S), queries, torch.from_numpy(sets.blocks[order]), n)[:, 0]
+    return sets.score(np.array(order), slice(0, S), queries, n)[:, 0]
 
 
 def filled() -> tuple[WorkingSets, dict[int, int]]:
     """Three sets of 10, 20 and 14 blocks with random summaries and averages."""
     sets, blocks = make(), {2: 10, 1: 20, 0: 14}
     assert {sets.acquire() for _ in blocks} == set(blocks)
+    sets.raw[:] = 0xFF  # every float16 in there is NaN, should a number past a set's blocks be looked at
     for chosen, count in blocks.items():
         content = keys(chosen, count)
-        sets.summarise(chosen, 0, SUMMARY.build(content).numpy())
+        sets.summarise(sets.number[chosen, :count], SUMMARY.build(content).numpy())
         sets.place(chosen, initial(np.random.default_rng(chosen), count), count)
     sets.ema[:] = torch.rand(sets.ema.shape, generator=torch.Generator().manual_seed(9))
     return sets, blocks
@@ -169,7 +231,7 @@ def test_a_plan_smooths_the_mass_of_its_own_sets_only():
     queries, _ = planned(sets, order, {i: blocks[i] for i in order})
     for row, chosen in enumerate(order):
         count = blocks[chosen]
-        mass = block_mass(SUMMARY, queries[row : row + 1], sets.raw[chosen : chosen + 1, :, :count], torch.tensor([count]))[0, 0]
+        mass = block_mass(SUMMARY, queries[row : row + 1], [raw_of(sets, chosen, count)], count)[0, 0]
         assert torch.allclose(sets.ema[chosen, :, :count], before[chosen, :, :count] * EMA_DECAY + mass * (1 - EMA_DECAY), atol=1e-6)
         assert torch.allclose(sets.ema[chosen, :, count:20], before[chosen, :, count:20] * EMA_DECAY) and torch.allclose(mass.sum(-1), torch.tensor(2.0))
     assert torch.equal(sets.ema[0], before[0]) and torch.equal(sets.ema[:, :, 20:], before[:, :, 20:])
@@ -179,7 +241,7 @@ def test_a_plan_wants_the_blocks_of_most_mass_and_gives_up_the_least_liked():
     """Each piece on its own: the wanted blocks by mass now, the leaving ones by the average."""
     sets, blocks = filled()
     queries, plan = planned(sets, [0], {0: 14})
-    mass = block_mass(SUMMARY, queries, sets.raw[:1, :, :14], torch.tensor([14]))[0, 0]
+    mass = block_mass(SUMMARY, queries, [raw_of(sets, 0, 14)], 14)[0, 0]
     for piece in range(S):
         row = sets.block_at[0, piece].tolist()
         pinned = [0, 12, 13]

@@ -10,6 +10,8 @@ from transport.tier import Tier, TierLimits
 
 LAYOUT = small_layout()
 LIMITS = TierLimits(lease_seconds=10.0, grace_seconds=2.0, room_seconds=50.0)
+SEED = b"seed" * 8
+"""Of the chains whose hashes tests make up."""
 ROW_BYTES = tuple(bytes(n) for n in ROW)
 
 
@@ -36,13 +38,22 @@ class Bench:
         role = "worker" if session.startswith("W") else "reader"
         return self.do(session, m.Hello, **(dict(protocol=m.PROTOCOL, role=role, node=session, rank=0, layout=LAYOUT, fingerprint=FINGERPRINT) | changes))
 
-    def open(self, session, room, hashes=(), private=0, rank=0):
-        return self.do(session, m.Open, room=room, rank=rank, hashes=b"".join(hashes), private=private)
+    def open(self, session, room, hashes=(), private=0, rank=0, seed=SEED):
+        return self.do(session, m.Open, room=room, rank=rank, seed=seed, hashes=b"".join(hashes), private=private)
 
     def commit(self, session, room, pages, rank=0, roots=None, tokens=None, metadata=ROW_BYTES, ranking=b""):
         roots = range(pages) if roots is None else roots
         return self.do(session, m.Commit, room=room, rank=rank, prompt_tokens=tokens or pages * 4, roots=m.pack(list(roots), "u8"), ranking=ranking,
                        metadata=metadata)
+
+    def publish(self, session, room, hashes, private=0, roots=None):
+        """Opens and commits; the committed room is cancelled at once, so that its pages are cached, with nobody holding them."""
+        self.open(session, room, hashes, private=private)
+        self.commit(session, room, len(hashes) + private, roots=roots)
+        self.do("R1", m.Cancel, room=room, rank=0)
+
+    def lookup(self, session, hashes, hold=False):
+        return self.do(session, m.Lookup, hashes=b"".join(hashes), hold=hold)
 
     def await_(self, session, room, seconds=20.0, rank=0):
         return self.do(session, m.Await, room=room, rank=rank, seconds=seconds)

@@ -25,12 +25,17 @@ from transport.planes import make_server
 _PR_SET_PDEATHSIG = 1
 
 
-def main(kind: str, name: str, arena_fd: str, size: str, report_fd: str) -> None:
+def confine() -> None:
+    """Ties this process to its parent's life, and keeps the arena out of core files."""
     # Standard input says so as well, but only to a thread that runs: a stopped process must go with its parent too.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the whole group; the parent decides
-    # UCX ends by SIGABRT on some errors of a peer, and a core file would hold the arena.
+    # UCX ends by SIGABRT on some errors of a peer.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def main(kind: str, name: str, arena_fd: str, size: str, report_fd: str) -> None:
+    confine()
     arena = np.frombuffer(mmap.mmap(int(arena_fd), int(size)), dtype=np.uint8)
     os.close(int(arena_fd))
     server = None

@@ -40,8 +40,8 @@ KEPT_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHO
 KEPT_PREFIXES = ("UCX_", "NIXL_", "CUDA_", "IBV_", "MLX5_", "RDMAV_")
 
 
-def _environment() -> dict[str, str]:
-    """What the child needs of our environment and no more: peers can read it, and tokens live there."""
+def child_environment() -> dict[str, str]:
+    """What a child needs of our environment and no more: peers can read it, and tokens live there."""
     return {k: v for k, v in os.environ.items() if k in KEPT_VARIABLES or k.startswith(KEPT_PREFIXES)}
 
 
@@ -140,7 +140,7 @@ class _Child:
         try:
             # Standard output joins standard error: NIXL prints there, and the tier's own may be read by a program.
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=(arena_fd, theirs),
-                                            env=_environment())
+                                            env=child_environment())
         except OSError:
             os.close(self._report)
             raise

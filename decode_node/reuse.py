@@ -1,0 +1,147 @@
+"""What a request leaves behind for the next turn of its conversation, and how requests share what is here.
+
+A request holds the numbers of its blocks (``block_store.py``) from its grant to its end. Then the whole blocks that it generated
+get their hashes, as if they had been part of a prompt, and its pieces stay in the host cache until their room is wanted.
+What another request is just pulling is waited for, so that a common prefix crosses the wire once even when
+conversations start together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from decode_node.block_store import BlockStore
+from decode_node.entry import Entry
+from decode_node.host_cache import HostCache
+from decode_node.page_table import PageTable
+from decode_node.pieces import PoolPieces
+from decode_node.pull import PULLING, READY
+from decode_node.working_set import WorkingSets
+from transport.hashing import page_hashes
+from transport.records import split_hashes
+
+
+class Reuse:
+    """Owner of what entries hold in the store. Scheduler thread. ``enabled``: off, nothing outlives its request.
+    ``donate`` (``Puller.donate``) takes what was generated, None: it stays on this node.
+
+    ``totals``: ``prompt_tokens`` of admitted requests and of them ``hit_tokens``, in blocks that were known here; ``blocks_kept``
+    that were generated here; what ``admission.py`` did not have to read.
+    """
+
+    def __init__(self, store: BlockStore, cache: HostCache, sets: WorkingSets, table: PageTable, pool: PoolPieces, *, enabled: bool,
+                 donate: Callable[..., None] | None = None):
+        self.store, self.cache, self.sets, self.table, self.pool, self.enabled, self.donate = store, cache, sets, table, pool, enabled, donate
+        self.page, self.layout = pool.layout.block_tokens, pool.layout
+        self.totals: Counter[str] = Counter(dict.fromkeys(("prompt_tokens", "hit_tokens", "pieces", "indexes", "bytes_saved", "blocks_kept"), 0))
+        self._arriving = np.zeros(store.size, bool)
+        self._bringing: list[tuple[Entry, np.ndarray]] = []
+        """Admissions under way, and the blocks that each was the first to ask for."""
+
+    def take(self, entry: Entry) -> None:
+        """Numbers for the whole blocks of a prompt that is being granted its place. A request without a working set does without
+        when there are none."""
+        whole = entry.prompt // self.page
+        hashes = entry.pull.hashes if self.enabled else []
+        if entry.set is None and not (self.enabled and entry.pull.manifest.seed):
+            return
+        known = np.fromiter(map(self.store.has, hashes), bool, len(hashes))
+        entry.numbers = self.store.acquire(hashes, whole - len(hashes))
+        if entry.numbers is None:
+            if entry.set is not None:
+                raise AssertionError("block numbers were there for every working set and are not")
+            return
+        entry.epoch = self.store.epoch
+        if entry.set is not None:
+            self.sets.bind(entry.set, 0, entry.numbers)
+        self.totals["prompt_tokens"] += entry.prompt
+        self.totals["hit_tokens"] += int(known.sum()) * self.page
+
+    def crowded(self, entry: Entry) -> bool:
+        """Whether another admission is bringing blocks of ``entry``."""
+        return entry.numbers is not None and bool(self._arriving[entry.numbers].any())
+
+    def begin(self, entry: Entry) -> None:
+        """``entry`` starts to pull what is not here."""
+        if self.enabled and entry.numbers is not None:
+            missing = entry.numbers[~self.cache.held(entry.numbers).any(0)]
+            self._arriving[missing] = True
+            self._bringing.append((entry, missing))
+
+    def arrived(self) -> bool:
+        """Whether an admission has ended since the last call, one way or the other."""
+        done = [pair for pair in self._bringing if pair[0].released or pair[0].pull.state not in (READY, PULLING)]
+        if done:
+            self._bringing = [pair for pair in self._bringing if pair not in done]
+            self._arriving[:] = False
+            for _, numbers in self._bringing:
+                self._arriving[numbers] = True
+        return bool(done)
+
+    def grow(self, entry: Entry, block: int) -> int:
+        """A number for ``block``, which ``entry`` has generated and which enters its working set."""
+        number = self.store.acquire([], 1)
+        if number is None:
+            raise AssertionError("block numbers were there for every working set and are not")
+        entry.numbers = np.concatenate([entry.numbers, number])
+        self.sets.bind(entry.set, block, number)
+        return int(number[0])
+
+    def keep(self, entry: Entry, tokens: Sequence[int]) -> None:
+        """At the end of a request that has run: ``tokens``, the prompt's first, have their KV in the pool or folded. The whole
+        blocks among those that it generated can be found from now on."""
+        if not self.enabled or entry.numbers is None or entry.pages is None or entry.failure or not entry.pull.manifest.seed:
+            return
+        if entry.epoch != self.store.epoch:
+            return
+        first, whole = entry.prompt // self.page, len(tokens) // self.page
+        folded = len(entry.numbers) - first
+        if whole <= first or folded != self.table.folded[entry.row] - first:
+            return
+        before = entry.pull.hashes[-1] if first else entry.pull.manifest.seed
+        hashes = split_hashes(page_hashes(before, np.asarray(tokens[first * self.page :], np.int64), self.page))
+        self.cache.unpin(entry.numbers[first:])
+        self.store.name(entry.numbers[first:], hashes[:folded])
+        self._keep_tail(entry, first + folded, hashes[folded:])
+        if self.donate is not None:
+            self._publish(entry, first, hashes)
+        self.totals["blocks_kept"] += len(hashes)
+
+    def _keep_tail(self, entry: Entry, first: int, hashes: list[bytes]) -> None:
+        """Blocks ``first``..., complete in the tail's pages."""
+        new = np.array([i for i, digest in enumerate(hashes) if not self.store.has(digest)], np.int64)
+        numbers = self.store.acquire([hashes[i] for i in new])
+        if numbers is None or not len(new):
+            return
+        self.store.generated[numbers] = True
+        entry.numbers = np.concatenate([entry.numbers, numbers])
+        row, each = entry.row, np.arange(self.layout.pieces)
+        pages = self.table.pages[row, self.table.working[row] + first + new - self.table.folded[row]]
+        data = self.pool.read(pages).cpu().view(torch.uint8).reshape(-1, self.layout.piece_bytes).numpy()
+        self.cache.insert(np.tile(each, len(new)), np.repeat(numbers, len(each)), data)
+
+    def _publish(self, entry: Entry, first: int, hashes: list[bytes]) -> None:
+        """Blocks ``first``..., as far as the host cache has them whole."""
+        lay, numbers, each = self.layout, self.store.find(hashes), np.arange(self.layout.pieces)
+        whole = (numbers >= 0) & self.cache.held(numbers).all(0)
+        n = int(np.cumprod(whole).sum())
+        data, here = self.cache.read(np.tile(each, n), np.repeat(numbers[:n], len(each)))
+        if n and here.all():
+            content = torch.from_numpy(data).view(self.pool.kv.dtype).view(n, lay.pieces, 2, lay.block_tokens, lay.head_dim)
+            summaries = self.sets.summary.build(content[:, :, 0]).view(n, -1).numpy()
+            self.donate(entry.pull, first, hashes[:n], data.reshape(n, -1), summaries)
+
+    def release(self, entry: Entry) -> None:
+        """Idempotent."""
+        if entry.numbers is not None:
+            self.store.release(entry.numbers)
+            entry.numbers = None
+
+    def report(self) -> dict:
+        """For ``/server_info``."""
+        return {**self.totals, "enabled": self.enabled, "blocks": self.store.size, "blocks_held": self.store.held, "blocks_cached": self.store.cached,
+                "blocks_evicted": self.store.evicted}

@@ -1,0 +1,149 @@
+"""Prefill nodes with local tiers in front of memory nodes: real ``TierServer``s on threads, real sockets, movers of their own."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+
+import node_rig
+import numpy as np
+import zmq
+from node_rig import FINGERPRINT, LocalTier, Prefill, small_layout, until
+
+from transport import messages as m
+from transport.dataplane import ReadBatch
+from transport.integrity import verify_records
+from transport.planes import incarnation, make_plane
+from transport.tier import TierLimits
+
+LAYOUT = small_layout()
+RECORD_BYTES = LAYOUT.payload_bytes + LAYOUT.index_bytes
+LIMITS = TierLimits(lease_seconds=1.5, grace_seconds=0.2, room_seconds=1.5)
+
+
+class NodeTier(LocalTier):
+    """A tier that serves planes which reach across processes, with memory nodes or as one."""
+
+    def __init__(self, path: str, *, memory_nodes: str = "", planes: tuple[str, ...] = ("zmq",), records: int = 256, listen: str = "127.0.0.1:0"):
+        whole = node_rig.TierOptions
+        node_rig.TierOptions = functools.partial(whole, memory_nodes=memory_nodes)
+        try:
+            super().__init__(path, records=records, planes=planes, limits=LIMITS, listen=listen)
+        finally:
+            node_rig.TierOptions = whole
+
+    @property
+    def totals(self):
+        return self.tier.totals
+
+    @property
+    def mover_pid(self) -> int | None:
+        return self.server.mover.pid
+
+    def at_baseline(self) -> bool:
+        now = self.inventory()
+        return (now["free"] + now["cached"] == now["records"] in (0, self.records)  # 0: nobody has said what it holds
+                and not any(now[k] for k in ("writing", "leased", "holders", "held", "rooms", "leases", "waiters", "moves")))
+
+
+class Reader:
+    """A decode rank's end of the protocol and of the data plane."""
+
+    def __init__(self, control: str, kind: str = "zmq"):
+        self.context, self.seq = zmq.Context(), 0
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVTIMEO, 15_000)
+        self.socket.connect(control)
+        self.region = np.zeros(1 << 20, np.uint8)
+        self.plane = make_plane(kind, incarnation("reader"), self.region)
+        self.welcome = self.ask(m.Hello, protocol=m.PROTOCOL, role="reader", node="reader", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT)
+
+    def send(self, make, **fields) -> None:
+        self.seq += 1
+        if "epoch" in make.__struct_fields__:
+            fields["epoch"] = self.welcome.epoch
+        self.socket.send(m.encode(make(seq=self.seq, **fields)))
+
+    def receive(self):
+        return m.raise_failure(m.decode_reply(self.socket.recv()), peer="tier")
+
+    def ask(self, make, **fields):
+        self.send(make, **fields)
+        return self.receive()
+
+    def wait(self, room: int, seconds: float = 10.0):
+        return self.ask(m.Await, room=room, rank=0, seconds=seconds)
+
+    def read(self, manifest: m.Manifest) -> np.ndarray:
+        """uint8 [pages, payload_bytes], checked against the manifest's roots."""
+        records = m.unpack(manifest.records, "u4").astype(np.int64)
+        endpoint, size = self.welcome.endpoints[0], LAYOUT.payload_bytes
+        self.plane.connect(endpoint)
+        offsets = self.welcome.geometry.payload_offsets(records)
+        lengths = np.full(len(records), size, np.uint64)
+        transfer = self.plane.read(endpoint.name, ReadBatch(offsets, np.arange(len(records), dtype=np.uint64) * np.uint64(size), lengths))
+        until(transfer.poll, "read")
+        payloads = self.region[: len(records) * size].reshape(-1, size).copy()
+        verify_records(payloads, m.unpack(manifest.roots, "u8"), records, LAYOUT, peer="", room=manifest.room)
+        return payloads
+
+    def release(self, manifest: m.Manifest) -> None:
+        self.ask(m.Release, leases=m.pack([manifest.lease], "u8"))
+
+    def close(self) -> None:
+        self.plane.close()
+        self.context.destroy(linger=0)
+
+
+def in_pool(prefill: Prefill, pages: np.ndarray, tokens: int) -> np.ndarray:
+    """uint8 [pages, payload_bytes] as ``Reader.read`` should return it, token by token out of the pool; zeros past the prompt."""
+    lay = prefill.layout
+    out = np.zeros((len(pages), lay.num_layers, lay.kv_heads, 2, lay.block_tokens, lay.head_dim), np.float32)
+    for n in range(tokens):
+        page, offset = divmod(n, lay.block_tokens)
+        slot = int(pages[page]) * lay.block_tokens + offset
+        for layer in range(lay.num_layers):
+            out[page, layer, :, 0, offset] = prefill.pool.k[layer][slot]
+            out[page, layer, :, 1, offset] = prefill.pool.v[layer][slot]
+    return out.reshape(len(pages), -1).view(np.uint8)
+
+
+class Fleet:
+    """``memory`` nodes and, in front of them, ``local`` tiers with a prefill rank each. All prefill pools hold the same KV."""
+
+    def __init__(self, folder, *, local: int = 1, memory: int = 1, planes: tuple[str, ...] = ("zmq",), local_records: int = 256, memory_records: int = 256):
+        self.folder, self.planes, self.readers = folder, planes, []
+        self.memory = [NodeTier(self.path(), planes=planes, records=memory_records) for _ in range(memory)]
+        nodes = ",".join(tier.control for tier in self.memory)
+        self.local = [NodeTier(self.path(), memory_nodes=nodes, planes=planes, records=local_records) for _ in range(local)]
+        self.prefill = [Prefill(tier.path, pages=128) for tier in self.local]
+
+    def path(self) -> str:
+        return str(self.folder / f"{uuid.uuid4().hex[:8]}.sock")
+
+    def reader(self, control: str) -> Reader:
+        self.readers.append(Reader(control, self.planes[0]))
+        return self.readers[-1]
+
+    def memory_at(self, control: str) -> NodeTier:
+        return next(tier for tier in self.memory if tier.control == control)
+
+    def settle(self, *skip) -> None:
+        """Waits until every tier but ``skip`` is back at its start."""
+        for prefill in self.prefill:
+            until(lambda: not prefill.publisher.live and not prefill.publisher._waiting, "publications ended")
+        for tier in (*self.local, *self.memory):
+            if tier not in skip:
+                try:
+                    until(tier.at_baseline)
+                except AssertionError:
+                    raise AssertionError(f"not at baseline: {tier.inventory()}") from None
+
+    def close(self) -> None:
+        for reader in self.readers:
+            reader.close()
+        for prefill in self.prefill:
+            prefill.close()
+        for tier in (*self.local, *self.memory):
+            tier.stop()
