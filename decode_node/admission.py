@@ -26,12 +26,11 @@ from decode_node.pull import Pull
 from decode_node.reader import Job
 from decode_node.working_set import WorkingSets
 from oasis_sglang.selection.planner import initial_selection
-from transport.errors import RoomFailed
 from transport.integrity import verify_index, verify_pieces, verify_records
 from transport.layout import KVLayout
 
-COPY_BYTES = 32 << 20
-"""Pieces that are copied out of the host cache at a time."""
+COPY_BYTES = 4 << 20
+"""Pieces that are copied out of the host cache at a time: a step boundary that wants some waits for as long."""
 
 
 class PieceReads:
@@ -78,7 +77,6 @@ class PieceReads:
         self.totals["bytes_saved"] += int(here.sum()) * self.layout.piece_bytes
         return here
 
-
     def cached_blocks(self, numbers: np.ndarray, taken: Callable[[np.ndarray, np.ndarray], None]) -> np.ndarray:
         """bool [n]: which blocks ``numbers`` int64 [n] this node has complete; ``taken(payloads uint8 [k, payload_bytes], which
         int64 [k])`` is called with them."""
@@ -95,13 +93,6 @@ class PieceReads:
         return here
 
 
-def require_prompt(entry: Entry, pull: Pull, page: int) -> None:
-    """Raises ``RoomFailed`` when another prompt was committed."""
-    if pull.manifest.prompt_tokens != entry.prompt or len(pull.records) != -(-entry.prompt // page):
-        raise RoomFailed("prefill and decode disagree on the prompt", room=pull.room, peer=pull.source,
-                         limit=f"{entry.prompt} tokens here, {pull.manifest.prompt_tokens} committed")
-
-
 class SelectedBlocks(Destination):
     """Admission of ``entry``. ``whole_cache``: have every block on this node, not only the first working set (admission=full)."""
 
@@ -114,7 +105,6 @@ class SelectedBlocks(Destination):
         self._asked = False
 
     def start(self, pull: Pull) -> list[Job]:
-        require_prompt(self.entry, pull, self.layout.block_tokens)
         entry, store = self.entry, self.reads.store
         entry.digests = np.zeros((self.whole, self.layout.pieces), np.uint64)
         if not self.whole:
@@ -203,7 +193,6 @@ class AllBlocks(Destination):
         self.whole = entry.prompt // self.layout.block_tokens
 
     def start(self, pull: Pull) -> list[Job]:
-        require_prompt(self.entry, pull, self.layout.block_tokens)
         pages = self.entry.pages
         here = self.reads.cached_blocks(self.entry.numbers, lambda payloads, which: self.sink.scatter(payloads, pages[which]))
         whole, partial = np.flatnonzero(~here), np.arange(self.whole, len(pull.records))

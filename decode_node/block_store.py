@@ -17,6 +17,9 @@ from decode_node.host_cache import HostCache
 RELUCTANCE = 4.0
 """How much slower pieces age that a running request may want any moment, or that no tier may have."""
 
+EVICTED_SHARE = 256
+"""When numbers are short, at least so small a share of them all is freed at once."""
+
 
 class BlockStore:
     """Owner of ``size`` numbers. Scheduler thread; ``learn`` on the puller's, for numbers that its request holds.
@@ -41,6 +44,11 @@ class BlockStore:
         self._free_count = size
         self._clock = itertools.count(1)
         cache.worth = self.worth
+
+    @staticmethod
+    def bytes(pieces: int, size: int) -> int:
+        """What the tables take, nearly all of it for the digests."""
+        return size * (pieces * 8 + 8 * 4)
 
     @property
     def held(self) -> int:
@@ -126,9 +134,10 @@ class BlockStore:
             idle = self._idle()
             if len(idle) < short:
                 return None
-            used_at = self.used_at[idle]  # one is what a generated block wants, and much cheaper to find
-            gone = idle[[used_at.argmin()] if short == 1 else np.argpartition(used_at, short - 1)[:short]]
-            self.evicted += short
+            # More than are wanted: finding the longest unused costs a look at all of them, and a generated block wants one at a time.
+            n_gone = min(len(idle), max(short, self.size // EVICTED_SHARE))
+            gone = idle[np.argpartition(self.used_at[idle], n_gone - 1)[:n_gone]]
+            self.evicted += n_gone
             self._vacate(gone)
         self._free_count -= n
         taken = self._free[self._free_count : self._free_count + n][::-1].copy()

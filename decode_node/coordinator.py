@@ -12,21 +12,20 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from sglang.srt.managers.hisparse_coordinator import HiSparseTokenStats
 
 from decode_node.budget import Budget, Need, require_possible
-from decode_node.entry import Entry
+from decode_node.entry import Entry, Parked
 from decode_node.lane import DenseLane
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
 from decode_node.pool import NO_SPECULATION, CompactAllocator, VirtualHostPool
 from decode_node.pull import DONE, SERVING, Pull
-from decode_node.reuse import Reuse
-from transport.errors import CapacityError, ConfigError
+from decode_node.reuse import Reuse, computed_tokens
+from transport.errors import CapacityError, ConfigError, RoomFailed
 
 log = logging.getLogger("oasis.decode")
 
@@ -86,10 +85,16 @@ class Coordinator:
 
     def reserve(self, req, pull: Pull, write_row: Callable[[tuple[bytes, ...]], None] | None = None) -> Entry:
         """Queues a request whose prompt is committed; ``admit`` is called once it holds all it needs. Raises
-        ``ConfigError`` for wrong options of the request, ``CapacityError`` for one that cannot ever be held."""
+        ``ConfigError`` for wrong options of the request, ``CapacityError`` for one that cannot ever be held, ``RoomFailed`` when
+        another prompt was committed."""
         self.tidy()
         row = req.kv.req_pool_idx
-        prompt, new = len(req.origin_input_ids), req.sampling_params.max_new_tokens
+        # What a request that SGLang starts all over had answered is part of what prefill has computed again.
+        answered = len(req.output_ids) if getattr(req, "pd_rebootstrap_in_progress", False) else 0
+        prompt, new = len(req.origin_input_ids) + answered, req.sampling_params.max_new_tokens - answered
+        if pull.manifest.prompt_tokens != prompt:
+            raise RoomFailed("prefill and decode disagree on the prompt", room=pull.room, peer=pull.source,
+                             limit=f"{prompt} tokens here, {pull.manifest.prompt_tokens} committed")
         budget = self.budget.for_request(req.sampling_params.custom_params)
         if budget.wait and self.overlap:
             raise ConfigError("on_miss=wait needs --disable-overlap-schedule on the decode node", room=pull.room)
@@ -251,14 +256,14 @@ class Coordinator:
         self.mapping[self.req_to_token[row, : req.kv.kv_allocated_len].long()] = 0
         if entry := self.entries.pop(row, None):
             ran = entry.pull.state in (SERVING, DONE)
-            self._release(entry, [*req.origin_input_ids, *req.output_ids][:-1] if ran else [])  # nothing was computed from the last one
+            self._release(entry, computed_tokens(req, entry.prompt // self.page * self.page) if ran else ())
 
     def forget(self) -> None:
         """What no request holds is gone, and what is held serves no other any more."""
         self.reuse.store.forget()
 
     def _release(self, entry: Entry, tokens: Sequence[int] = ()) -> None:
-        """``tokens``: those whose KV it has, if another turn may come."""
+        """``tokens``: those after the prompt's whole blocks whose KV it has, if another turn may come."""
         if entry.released:
             return
         entry.released = True
@@ -367,7 +372,7 @@ class Coordinator:
         mapped = int((self.mapping[:-1] >= self.page).sum())  # warm-up requests write to the padding page
         lane_tokens = self.lane.used_tokens if self.lane is not None else 0
         return {"pages": self.used_pages, "mapped": mapped, "sets": self.sets.size - self.sets.free, "waiting": len(self.waiting),
-                "parked_pages": self.parked_pages, "lane_tokens": lane_tokens, "blocks": self.reuse.store.held, "cache_pinned": self.cache.scan()["pinned"]}
+                "parked_pages": self.parked_pages, "lane_tokens": lane_tokens, "blocks": self.reuse.store.held, "cache_pinned": self.cache.count_pinned()}
 
     def get_token_stats(self) -> HiSparseTokenStats:
         pages, size = self.used_pages * self.page, self.physical.size
@@ -392,13 +397,3 @@ class Coordinator:
 
     def destroy(self) -> None:
         """Memory goes with the process."""
-
-
-@dataclass(eq=False)
-class Parked:
-    """A retracted request: its entry, a host copy of its pages and what the page table said of them."""
-
-    entry: Entry
-    content: torch.Tensor
-    counts: tuple[int, ...]
-    guard: weakref.finalize | None = None

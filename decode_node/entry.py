@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import numpy as np
+import torch
 
 from decode_node.budget import Budget, Need
 from decode_node.pull import FAILED, Pull
@@ -69,3 +71,13 @@ class Entry:
     def failure(self) -> OasisError | None:
         """Why the request cannot go on."""
         return self.error or (self.pull.error if self.pull.state == FAILED else None)
+
+
+@dataclass(eq=False)
+class Parked:
+    """A retracted request: its entry, a host copy of its pages and what the page table said of them."""
+
+    entry: Entry
+    content: torch.Tensor
+    counts: tuple[int, ...]
+    guard: weakref.finalize | None = None

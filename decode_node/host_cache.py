@@ -24,7 +24,8 @@ EVICTED_SHARE = 16
 class HostCache:
     """Pieces of ``piece_bytes`` by (piece, number of the block), in at most ``capacity_bytes``. Thread safe.
 
-    ``slot`` int32 [pieces, numbers] says where in ``memory`` uint8 [capacity, piece_bytes] a piece is, -1: nowhere.
+    ``slot`` int32 [pieces, numbers] says where in ``memory`` uint8 [capacity, piece_bytes] a piece is, -1: nowhere. What is asked
+    is about blocks, at every step: all pieces of a block lie side by side in the tables.
     Pages of ``memory`` are taken from the system when first used; with ``pin`` at once, locked for CUDA.
 
     ``worth(numbers int64 [n])`` float [n], set by who owns the blocks, who also ends their pieces with ``drop``. At all times
@@ -39,8 +40,9 @@ class HostCache:
             raise ConfigError("impossible size of a host cache", limit=f"{pieces} x {numbers} pieces of {piece_bytes} bytes in {capacity_bytes}")
         try:
             self.memory = _memory(self.capacity, piece_bytes, pin)
-            self.slot = np.full((pieces, numbers), -1, np.int32)
-            self._table = self.slot.reshape(-1)
+            self._table = np.full(numbers * pieces, -1, np.int32)
+            self._here = np.zeros((numbers, pieces), bool)  # the same, in a quarter of the bytes
+            self.slot = self._table.reshape(numbers, pieces).T
             # By slot: whose piece it holds (index into the table, -1: nobody's), when it was last used, whether it may go.
             self._owner = np.full(self.capacity, -1, np.int64)
             self._used_at = np.zeros(self.capacity, np.int64)
@@ -58,6 +60,11 @@ class HostCache:
         self._weight = 0.0
 
     # -- figures ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def table_bytes(pieces: int, numbers: int) -> int:
+        """What the tables take beside the pieces."""
+        return pieces * numbers * 5
 
     @property
     def used_bytes(self) -> int:
@@ -83,8 +90,12 @@ class HostCache:
             elapsed = self._weighed_at - self._started
             return self._weight / elapsed * self.piece_bytes if elapsed > 0 else float(self.used_bytes)
 
+    def count_pinned(self) -> int:
+        """Pinned pieces, recounted slot by slot."""
+        return int(self._pinned.sum())
+
     def scan(self) -> dict[str, int]:
-        """Pieces ``used``, ``pinned`` and ``free``, recounted from the tables, each from its own. Slow."""
+        """Pieces ``used``, ``pinned`` and ``free``, recounted from the tables, each from its own. Slow: not while anybody waits."""
         with self._lock:
             held = self._table[self._table >= 0]
             return {"used": len(held), "pinned": int(self._pinned[held].sum()), "free": int((self._owner < 0).sum())}
@@ -146,15 +157,15 @@ class HostCache:
     def held(self, numbers: np.ndarray) -> np.ndarray:
         """bool [pieces, *]: which pieces of blocks ``numbers`` int [*] are here. Counts as no use."""
         with self._lock:
-            return self.slot[:, numbers] >= 0
+            return np.moveaxis(self._here.take(numbers, axis=0), -1, 0)
 
     def drop(self, numbers: np.ndarray) -> None:
         """Frees all pieces of distinct blocks ``numbers`` int64 [n], pinned ones too; a reservation is its owner's to give back.
         Idempotent. Raises ``ValueError`` for a number outside the table."""
         self._check(numbers)
         with self._lock:
-            table = self.slot[:, numbers]
-            self.slot[:, numbers] = -1
+            table = self.slot.T[numbers]
+            self.slot.T[numbers], self._here[numbers] = -1, False
             self._vacate(table[table >= 0])
 
     def unpin(self, numbers: np.ndarray) -> None:
@@ -162,7 +173,7 @@ class HostCache:
         ``ValueError`` for a number outside the table."""
         self._check(numbers)
         with self._lock:
-            table = self.slot[:, numbers]
+            table = self.slot.T[numbers]
             slots = table[table >= 0]
             self._pinned_count -= int(self._pinned[slots].sum())
             self._pinned[slots] = False
@@ -191,7 +202,7 @@ class HostCache:
 
     def _keys(self, piece: np.ndarray, number: np.ndarray) -> np.ndarray:
         """int64 [n] into the table. Raises ``ValueError`` for what is outside it."""
-        return np.ravel_multi_index((piece, number), self.slot.shape).astype(np.int64, copy=False)
+        return np.ravel_multi_index((number, piece), self._here.shape).astype(np.int64, copy=False)
 
     def _place(self, keys: np.ndarray, pinned: bool) -> None:
         """Gives free slots to distinct ``keys`` that have none."""
@@ -199,7 +210,7 @@ class HostCache:
         n = len(keys)
         slots = self._free[self._free_count - n : self._free_count][::-1]
         self._free_count -= n
-        self._table[keys] = slots
+        self._table[keys], self._here.reshape(-1)[keys] = slots, True
         self._owner[slots] = keys
         self._pinned[slots] = pinned
         self._pinned_count += n if pinned else 0
@@ -210,9 +221,10 @@ class HostCache:
         candidates = np.flatnonzero((self._owner >= 0) & ~self._pinned & (self._used_at < now))
         n = min(len(candidates), max(need, self.capacity // EVICTED_SHARE))
         if n < len(candidates):
-            age = (now - self._used_at[candidates]) / self.worth(self._owner[candidates] % self.slot.shape[1])
+            age = (now - self._used_at[candidates]) / self.worth(self._owner[candidates] // self._here.shape[1])
             candidates = candidates[np.argpartition(-age, n)[:n]]
-        self._table[self._owner[candidates]] = -1
+        keys = self._owner[candidates]
+        self._table[keys], self._here.reshape(-1)[keys] = -1, False
         self._vacate(candidates)
         self.evicted += n
         return n

@@ -115,6 +115,8 @@ class Pull:
         self.hashes = split_hashes(manifest.hashes, room=self.room, peer=peer)
         if len(self.hashes) not in (0, whole) or (self.hashes and len(manifest.seed) != HASH_BYTES):
             raise ProtocolError("hashes that are not those of the prompt's whole pages", room=self.room, peer=peer, limit=f"{whole} pages")
+        if len(set(self.hashes)) < len(self.hashes):
+            raise ProtocolError("a page hash twice in one prompt", room=self.room, peer=peer)
         ranking = m.unpack(manifest.ranking, "u4", limit=layout.pieces * whole).astype(np.int64)
         if ranking.size % layout.pieces:
             raise ProtocolError("a ranking that does not cover every (layer, KV head)", room=self.room, peer=peer, limit=f"{layout.pieces} pieces")

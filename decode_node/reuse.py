@@ -8,21 +8,55 @@ conversations start together.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from decode_node.block_store import BlockStore
+from decode_node.donor import MESSAGE_BYTES, OUTSTANDING_BYTES
 from decode_node.entry import Entry
 from decode_node.host_cache import HostCache
 from decode_node.page_table import PageTable
 from decode_node.pieces import PoolPieces
-from decode_node.pull import PULLING, READY
+from decode_node.pull import DONE, PULLING, READY, SERVING, Pull
 from decode_node.working_set import WorkingSets
 from transport.hashing import page_hashes
 from transport.records import split_hashes
+
+PATIENCE_SECONDS = 2.0
+"""An admission of which nothing arrives for so long holds up nobody any more: its tier may hang, and others may not need it."""
+
+
+@dataclass(eq=False)
+class Bringing:
+    """An admission under way, and the blocks ``numbers`` int64 [n] that it was the first to ask for. ``landed``: bytes so far,
+    last seen to grow at ``moved_at``."""
+
+    entry: Entry
+    numbers: np.ndarray
+    moved_at: float
+    landed: int = -1
+
+    def ended(self, now: float) -> bool:
+        """Whether nobody should wait for it any more."""
+        pull = self.entry.pull
+        if self.entry.released or pull.state not in (READY, PULLING):
+            return True
+        landed = sum(pull.bytes_by_phase.values())
+        if landed != self.landed:
+            self.landed, self.moved_at = landed, now
+        return now >= self.moved_at + PATIENCE_SECONDS
+
+
+def computed_tokens(req, start: int) -> list[int]:
+    """The tokens from ``start`` on whose KV a request of SGLang's that has run leaves behind: nothing was computed from its last."""
+    prompt = len(req.origin_input_ids)
+    return [*req.origin_input_ids[start:], *req.output_ids[max(0, start - prompt) :]][:-1]
 
 
 class Reuse:
@@ -34,13 +68,18 @@ class Reuse:
     """
 
     def __init__(self, store: BlockStore, cache: HostCache, sets: WorkingSets, table: PageTable, pool: PoolPieces, *, enabled: bool,
-                 donate: Callable[..., None] | None = None):
+                 donate: Callable[..., None] | None = None, clock: Callable[[], float] = time.monotonic):
         self.store, self.cache, self.sets, self.table, self.pool, self.enabled, self.donate = store, cache, sets, table, pool, enabled, donate
         self.page, self.layout = pool.layout.block_tokens, pool.layout
         self.totals: Counter[str] = Counter(dict.fromkeys(("prompt_tokens", "hit_tokens", "pieces", "indexes", "bytes_saved", "blocks_kept"), 0))
+        self._clock = clock
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="oasis-publish") if donate is not None else None
+        self._offers: list[tuple[Future, int]] = []
+        """What is being made ready for the tier, and its bytes."""
         self._arriving = np.zeros(store.size, bool)
-        self._bringing: list[tuple[Entry, np.ndarray]] = []
-        """Admissions under way, and the blocks that each was the first to ask for."""
+        self._brought = np.zeros(store.size, bool)
+        """Blocks that an admission has asked for and that are held since: what it did not bring of them, it did not need."""
+        self._bringing: list[Bringing] = []
 
     def take(self, entry: Entry) -> None:
         """Numbers for the whole blocks of a prompt that is being granted its place. A request without a working set does without
@@ -68,19 +107,23 @@ class Reuse:
     def begin(self, entry: Entry) -> None:
         """``entry`` starts to pull what is not here."""
         if self.enabled and entry.numbers is not None:
-            missing = entry.numbers[~self.cache.held(entry.numbers).any(0)]
+            missing = entry.numbers[~(self._brought[entry.numbers] | self.cache.held(entry.numbers).any(0))]
             self._arriving[missing] = True
-            self._bringing.append((entry, missing))
+            self._bringing.append(Bringing(entry, missing, self._clock()))
 
     def arrived(self) -> bool:
         """Whether an admission has ended since the last call, one way or the other."""
-        done = [pair for pair in self._bringing if pair[0].released or pair[0].pull.state not in (READY, PULLING)]
-        if done:
-            self._bringing = [pair for pair in self._bringing if pair not in done]
-            self._arriving[:] = False
-            for _, numbers in self._bringing:
-                self._arriving[numbers] = True
-        return bool(done)
+        now = self._clock()
+        ended = [bringing for bringing in self._bringing if bringing.ended(now)]
+        if not ended:
+            return False
+        self._bringing = [bringing for bringing in self._bringing if bringing not in ended]
+        for entry, numbers in ((bringing.entry, bringing.numbers) for bringing in ended):
+            self._brought[numbers] |= not entry.released and entry.pull.state in (SERVING, DONE)
+        self._arriving[:] = False
+        for bringing in self._bringing:
+            self._arriving[bringing.numbers] = True
+        return True
 
     def grow(self, entry: Entry, block: int) -> int:
         """A number for ``block``, which ``entry`` has generated and which enters its working set."""
@@ -92,18 +135,16 @@ class Reuse:
         return int(number[0])
 
     def keep(self, entry: Entry, tokens: Sequence[int]) -> None:
-        """At the end of a request that has run: ``tokens``, the prompt's first, have their KV in the pool or folded. The whole
-        blocks among those that it generated can be found from now on."""
+        """At the end of a request that has run: ``tokens``, those after the prompt's whole blocks, have their KV in the pool or
+        folded. The whole blocks among them can be found from now on."""
         if not self.enabled or entry.numbers is None or entry.pages is None or entry.failure or not entry.pull.manifest.seed:
             return
-        if entry.epoch != self.store.epoch:
-            return
-        first, whole = entry.prompt // self.page, len(tokens) // self.page
+        first, new = entry.prompt // self.page, len(tokens) // self.page
         folded = len(entry.numbers) - first
-        if whole <= first or folded != self.table.folded[entry.row] - first:
+        if not new or entry.epoch != self.store.epoch or len(entry.pull.hashes) != first or folded != self.table.folded[entry.row] - first:
             return
         before = entry.pull.hashes[-1] if first else entry.pull.manifest.seed
-        hashes = split_hashes(page_hashes(before, np.asarray(tokens[first * self.page :], np.int64), self.page))
+        hashes = split_hashes(page_hashes(before, np.asarray(tokens, np.int64), self.page))
         self.cache.unpin(entry.numbers[first:])
         self.store.name(entry.numbers[first:], hashes[:folded])
         self._keep_tail(entry, first + folded, hashes[folded:])
@@ -125,20 +166,31 @@ class Reuse:
         self.cache.insert(np.tile(each, len(new)), np.repeat(numbers, len(each)), data)
 
     def _publish(self, entry: Entry, first: int, hashes: list[bytes]) -> None:
-        """Blocks ``first``..., as far as the host cache has them whole."""
+        """Blocks ``first``..., as far as the host cache has them whole. Only the copy is made here: a second of summaries for a long
+        answer would be a second in which nobody decodes."""
         lay, numbers, each = self.layout, self.store.find(hashes), np.arange(self.layout.pieces)
+        self._offers = [(offer, size) for offer, size in self._offers if not offer.done()]
+        room = (OUTSTANDING_BYTES - sum(size for _, size in self._offers)) // lay.payload_bytes
         whole = (numbers >= 0) & self.cache.held(numbers).all(0)
-        n = int(np.cumprod(whole).sum())
+        n = min(int(np.cumprod(whole).sum()), room)
         data, here = self.cache.read(np.tile(each, n), np.repeat(numbers[:n], len(each)))
         if n and here.all():
-            content = torch.from_numpy(data).view(self.pool.kv.dtype).view(n, lay.pieces, 2, lay.block_tokens, lay.head_dim)
-            summaries = self.sets.summary.build(content[:, :, 0]).view(n, -1).numpy()
-            self.donate(entry.pull, first, hashes[:n], data.reshape(n, -1), summaries)
+            self._offers.append((self._publisher.submit(self._offer, entry.pull, first, hashes[:n], data.reshape(n, -1)), data.nbytes))
+
+    def _offer(self, pull: Pull, first: int, hashes: list[bytes], payloads: np.ndarray) -> None:
+        """On the publishing thread. In parts, so that the puller can do other things in between."""
+        lay = self.layout
+        step = max(1, MESSAGE_BYTES // (lay.payload_bytes + lay.summary_total))
+        for start in range(0, len(hashes), step):
+            part = slice(start, start + step)
+            content = torch.from_numpy(payloads[part]).view(self.pool.kv.dtype).view(-1, lay.pieces, 2, lay.block_tokens, lay.head_dim)
+            self.donate(pull, first + start, hashes[part], payloads[part], self.sets.summary.build(content[:, :, 0]).view(len(content), -1).cpu().numpy())
 
     def release(self, entry: Entry) -> None:
         """Idempotent."""
         if entry.numbers is not None:
             self.store.release(entry.numbers)
+            self._brought[entry.numbers] &= self.store.holders[entry.numbers] > 0
             entry.numbers = None
 
     def report(self) -> dict:

@@ -148,7 +148,7 @@ def figures(before: Look | None, now: Look) -> dict:
         "kv_pool": {"tokens": oasis.get("kv_pool_tokens"), "peak_tokens": sets.get("physical_tokens_peak", oasis.get("kv_pool_tokens_peak")),
                     "size_tokens": sets.get("physical_tokens", info.get("max_total_num_tokens"))},
         "working_sets": {"used": sets.get("held", {}).get("sets"), "size": sets.get("sets")},
-        "host_cache": sets.get("host_cache"),
+        "host_cache": sets.get("host_cache"), "reuse": sets.get("reuse"),
         "lane": sets.get("lane"),
         "tiers": oasis.get("tiers", {}),
         "leases": oasis.get("leases"),

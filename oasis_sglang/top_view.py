@@ -100,7 +100,8 @@ def _rates(figures: dict) -> Table:
 
 def _held(figures: dict) -> Table:
     pool, sets, cache, lane = figures["kv_pool"], figures["working_sets"], figures["host_cache"] or {}, figures["lane"] or {}
-    staging = figures["staging"] or {}
+    staging, reuse = figures["staging"] or {}, figures["reuse"] or {}
+    known = reuse["hit_tokens"] / reuse["prompt_tokens"] if reuse.get("prompt_tokens") else None
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("held", no_wrap=True)
     table.add_column("", justify="right")
@@ -109,6 +110,7 @@ def _held(figures: dict) -> Table:
         ("working sets", number(sets["used"])), ("  size", number(sets["size"])),
         ("host cache", size(cache.get("used_bytes"))), ("  peak", size(cache.get("peak_bytes"))), ("  size", size(cache.get("capacity_bytes"))),
         ("  pinned", size(cache.get("pinned_bytes"))), ("  pieces evicted", number(cache.get("evicted"))),
+        ("prompt tokens known", percent(known)), ("  bytes saved", size(reuse.get("bytes_saved"))), ("  blocks cached", number(reuse.get("blocks_cached"))),
         ("dense lane tokens", number(lane.get("tokens"))), ("  peak", number(lane.get("peak_tokens"))), ("  size", number(lane.get("capacity_tokens"))),
         ("  heads", number(lane.get("heads"))), ("  memory", size(lane.get("bytes"))),
         ("pulls", number(figures["pulls"])), ("reads in flight", number(figures["reads"])), ("leases", number(figures["leases"])),

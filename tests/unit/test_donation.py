@@ -93,10 +93,13 @@ def test_a_full_tier_keeps_what_is_leased(giving):
     req = node.arrive(400, 60)
     node.admit(req)
     others = [node.arrive(270, 20), node.arrive(270, 20)]
+    tier = node.world.tier.tier
+    again, _ = node.world.tier.call(lambda: tier.table.reserve(req.pull.hashes, 0))  # its own prompt too
     while req not in node.ended:
         node.step()
     answered(node)
     assert (node.puller.totals["blocks_donated"], node.puller.totals["blocks_not_donated"]) == (0, 3)
+    node.world.tier.call(lambda: tier.table.unhold(again))
     for other in others:
         node.admit(other)
     node.run(*others)

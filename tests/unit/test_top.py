@@ -25,7 +25,8 @@ def info(steps: dict, *, totals: dict | None = None, stalls=None, heads=None, **
     """A decode worker's ``/server_info`` as far as it is read."""
     working = {"held": {"pages": 3, "sets": 2, "waiting": 1}, "live": 2, "physical_tokens": 12_000, "physical_tokens_peak": 1_600, "sets": 20, "leaks": 0,
                "steps": steps, "host_cache": {"capacity_bytes": 1 << 30, "used_bytes": 3 << 20, "peak_bytes": 5 << 20, "average_bytes": 1 << 20,
-                                              "pinned_bytes": 1 << 20, "reserved_bytes": 0, "evicted": 7, "uncached": 0}, **sets}
+                                              "pinned_bytes": 1 << 20, "reserved_bytes": 0, "evicted": 7, "uncached": 0},
+               "reuse": {"prompt_tokens": 8000, "hit_tokens": 6000, "bytes_saved": 7 << 20, "blocks_cached": 90}, **sets}
     if stalls:
         working["stalls"] = stalls
     if heads:
@@ -123,6 +124,7 @@ def test_the_frame_fits_80_columns_and_says_what_was_counted():
     assert row(text, "on demand")[:4] == ["1.0", "MiB/s", "5.0", "MiB"] and row(text, "records")[:2] == ["-", "-"]
     assert row(text, "r1") == ["serving", "6,000", "376", "32", "2", "yes", "12", "3.0", "MiB"]
     assert row(text, "* 1") == ["60.0%", "0.0667", "2", "0.2000"]
+    assert re.search(r"prompt tokens known +75.0% *\n", text) and re.search(r"bytes saved +7.0 MiB *\n", text) and re.search(r"blocks cached +90 *\n", text)
     assert re.search(r"dense lane tokens +640 *\n", text) and re.search(r"host cache +3.0 MiB *\n", text)
     assert "tiers: 127.0.0.1:9000 abcdef01, 127.0.0.1:9001 lost" in text
 
