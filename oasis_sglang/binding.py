@@ -86,6 +86,7 @@ def bind_prefill(manager, queue) -> None:
     from prefill_node.pages import PageSource
     from prefill_node.publisher import Publisher
     from prefill_node.restore import ANSWER_SECONDS, Restorer
+    from transport import messages as m
     from transport.hashing import chain_seed
     from transport.worker_client import WorkerClient
 
@@ -110,9 +111,12 @@ def bind_prefill(manager, queue) -> None:
             return None
         return chain_seed(layout, fingerprint, manager.attn_tp_rank, manager.cache_epoch, req.extra_key or "", req.cache_salt or "", req.lora_id or "")
 
+    def wish(req) -> m.Wish | None:
+        return None if restorer is None else restorer.wish(*scheduler.tree_cache.missing(req))
+
     # Keys stored as codes cannot be attended to.
     tap = getattr(scheduler.tp_worker.model_runner, "oasis_tap", None) if pool.k_buffer[0].is_floating_point() else None
-    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify, tap, restorer)
+    manager.bind(publisher, {"layout": msgspec.to_builtins(layout), "fingerprint": fingerprint}, identify, tap, restorer, wish)
     if restorer is not None:
         scheduler.tree_cache.bind(restorer, identify)
     geometry = publisher.client.welcome.geometry
@@ -293,8 +297,9 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
     numbers = count * blocks + coordinator.physical.size // page
     device, lane = coordinator.pool.device, coordinator.lane
     scores = Lookahead.bytes(layout, count, budget.draft or 1, blocks)
-    _require_memory(WorkingSets.bytes(layout, count, blocks, numbers, budget.working) + scores, device, "the working sets' tables need",
-                    "--max-running-requests, --context-length or --max-total-tokens, or raise budget_tokens")
+    lower = "--max-running-requests, --context-length or --max-total-tokens, or raise budget_tokens"
+    _require_memory(WorkingSets.bytes(layout, count, blocks, numbers, budget.working) + scores, device, "the working sets' tables need", lower)
+    _require_memory(HostCache.table_bytes(layout.pieces, numbers) + BlockStore.bytes(layout.pieces, numbers), "cpu", "the tables of blocks need", lower)
     sets = WorkingSets(layout, summary, sets=count, blocks=blocks, numbers=numbers, working=budget.working, sink=budget.sink, recent=budget.recent,
                        device=device, dense=None if lane is None else lane.place >= 0, sticky=options.hysteresis)
     cache = HostCache(layout.pieces, numbers, layout.piece_bytes, options.host_cache_bytes, pin=coordinator.pool.kv.is_cuda)

@@ -1,7 +1,8 @@
-"""The demo: the same prompts through stock SGLang PD over NIXL, then through Oasis, and what differed.
+"""The demo: the same prompts through Oasis, then through stock SGLang PD over NIXL, and what differed.
 
 Oasis runs with its defaults: a prompt that fits the budget is attended to as a whole, a longer one through a working set.
-The longer ones run once more with ``mode: exact``, all blocks, which must answer as stock SGLang does.
+The longer ones run once more with ``mode: exact``, all blocks, which must answer as stock SGLang does. What Oasis' decode node
+keeps is flushed before every prompt but one, the next turn of the long one: Oasis runs first, since its answer is part of that.
 
 One stack runs at a time, so neither takes CPU from the other; both are warmed first. Every prompt runs once (n = 1):
 this shows that the path works and what it moves, it is not a benchmark.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import os
 import platform as machine
+import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,6 +27,9 @@ LONG_TOKENS = 6000
 MEDIUM_TOKENS = 2000
 AT_ONCE = ", at once"
 EXACT = ", exact"
+SECOND_TURN = ", turn 2"
+_FOLLOW_UP = "Which of these parts would you read first, and why?"
+_FLUSH_SECONDS = 30
 _VERSIONS = ("oasis-sglang", "sglang", "sglang-router", "nixl", "torch", "transformers")
 _ACCOUNTED = ("full_transfer_bytes", "admitted_bytes", "admitted_bytes_by_phase", "lifetime_bytes")
 
@@ -33,19 +38,27 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Prompt:
+    """``fresh``: asked of an Oasis decode node that keeps nothing of what was asked before."""
+
     name: str
     input_ids: list[int]
+    fresh: bool = True
 
 
-def make_prompts(model: Path) -> list[Prompt]:
+def make_prompts(maker: PromptMaker) -> list[Prompt]:
     """One long and one medium chat about this repository's own text, and four short questions."""
-    maker = PromptMaker(model)
     text = repository_text()
     return [
         Prompt("long", maker.cut(text, LONG_TOKENS)),
         Prompt("medium", maker.cut(text, MEDIUM_TOKENS, skip=LONG_TOKENS)),
         *(Prompt(f"short {index}", ids) for index, ids in enumerate(maker.short(), 1)),
     ]
+
+
+def second_turn(maker: PromptMaker, first: Prompt, answer: Generation) -> Prompt:
+    """``first``, the answer to it and one more question."""
+    more = [*maker.encode("<|im_end|>\n"), *maker.chat(_FOLLOW_UP)]
+    return Prompt(first.name + SECOND_TURN, [*first.input_ids, *answer.output_ids, *more], fresh=False)
 
 
 def run(
@@ -57,17 +70,22 @@ def run(
     progress: Progress = lambda line: None,
 ) -> dict:
     """The report (the object ``oasis demo --json`` prints). Raises StackError, GenerateError or ConfigError."""
-    prompts = make_prompts(model)
-    answers: dict[str, dict[str, Generation]] = {}
-    for kind, title in (("stock", "stock SGLang PD over NIXL"), ("oasis", "Oasis")):
-        progress(f"--- {title}")
-        with Stack(StackSpec(kind, model), processes, run_dir=run_dir / kind, progress=progress) as stack:
-            answers[kind] = ask_all(stack.url, prompts, output_tokens, progress)
-            if kind == "oasis":
-                answers[kind] |= ask_exactly(stack, prompts[:2], output_tokens, progress)
-                state = decode_state(stack)
+    maker = PromptMaker(model)
+    prompts = make_prompts(maker)
+    progress("--- Oasis")
+    with Stack(StackSpec("oasis", model), processes, run_dir=run_dir / "oasis", progress=progress) as stack:
+        warm_up(stack, prompts)
+        oasis = ask(stack, prompts[:1], output_tokens, progress)
+        prompts.insert(1, second_turn(maker, prompts[0], oasis["long"]))
+        oasis |= ask(stack, prompts[1:], output_tokens, progress) | ask_at_once(stack, prompts, output_tokens, progress)
+        oasis |= ask_exactly(stack, [prompts[0], prompts[2]], output_tokens, progress)
+        state = decode_state(stack)
+    progress("--- stock SGLang PD over NIXL")
+    with Stack(StackSpec("stock", model), processes, run_dir=run_dir / "stock", progress=progress) as stack:
+        warm_up(stack, prompts)
+        stock = ask(stack, prompts, output_tokens, progress) | ask_at_once(stack, prompts, output_tokens, progress)
     return {
-        "requests": compare(answers["stock"], answers["oasis"], state["requests"]),
+        "requests": compare(stock, oasis, state["requests"]),
         "decode_host_bytes_peak": state["host_bytes_peak"] + state["working_sets"]["host_cache"]["peak_bytes"],
         "kv_pool_tokens_peak": state["kv_pool_tokens_peak"],
         "config": {
@@ -75,7 +93,7 @@ def run(
             "machine": describe_machine(),
             "runs_per_prompt": 1,
             "output_tokens": output_tokens,
-            "order": ["stock", "oasis"],
+            "order": ["oasis", "stock"],
             "oasis": state["config"],
             "layout": state.get("layout"),
         },
@@ -83,31 +101,53 @@ def run(
     }
 
 
-def ask_all(
-    url: str, prompts: Sequence[Prompt], output_tokens: int, progress: Progress
-) -> dict[str, Generation]:
-    """Answers by prompt name: each prompt alone, then the short ones at once."""
-    short = [prompt for prompt in prompts if prompt.name.startswith("short")]
-    for prompt in short[:2]:  # first requests pay for connections and first-use work on either side
-        generate(url, prompt.input_ids, max_new_tokens=4)
+def short_ones(prompts: Sequence[Prompt]) -> list[Prompt]:
+    return [prompt for prompt in prompts if prompt.name.startswith("short")]
+
+
+def warm_up(stack: Stack, prompts: Sequence[Prompt]) -> None:
+    """First requests pay for connections and first-use work on either side."""
+    for prompt in short_ones(prompts)[:2]:
+        generate(stack.url, prompt.input_ids, max_new_tokens=4)
+
+
+def forget(stack: Stack) -> None:
+    """What an Oasis decode node keeps of earlier requests is gone. A stock one keeps nothing unless told to. Raises OSError."""
+    if stack.spec.kind == "oasis":
+        flush = urllib.request.Request(f"{stack.urls['decode']}/flush_cache?timeout={_FLUSH_SECONDS}", method="POST")
+        urllib.request.urlopen(flush, timeout=2 * _FLUSH_SECONDS).read()
+
+
+def ask(stack: Stack, prompts: Sequence[Prompt], output_tokens: int, progress: Progress) -> dict[str, Generation]:
+    """Answers by prompt name, one prompt after the other."""
     answers = {}
     for prompt in prompts:
-        answer = generate(url, prompt.input_ids, max_new_tokens=output_tokens, rid=f"demo-{prompt.name}")
+        if prompt.fresh:
+            forget(stack)
+        answer = generate(stack.url, prompt.input_ids, max_new_tokens=output_tokens, rid=f"demo-{prompt.name}")
         progress(
             f"{prompt.name}: {answer.prompt_tokens} tokens, first token after {answer.ttft_seconds:.2f} s"
         )
         answers[prompt.name] = answer
-    at_once = generate_concurrently(
-        url, [prompt.input_ids for prompt in short], max_new_tokens=output_tokens, rid="demo-at-once"
+    return answers
+
+
+def ask_at_once(stack: Stack, prompts: Sequence[Prompt], output_tokens: int, progress: Progress) -> dict[str, Generation]:
+    """The short prompts, all at the same time."""
+    short = short_ones(prompts)
+    forget(stack)
+    answers = generate_concurrently(
+        stack.url, [prompt.input_ids for prompt in short], max_new_tokens=output_tokens, rid="demo-at-once"
     )
     progress(f"{len(short)} short ones at once: done")
-    return answers | {prompt.name + AT_ONCE: answer for prompt, answer in zip(short, at_once, strict=True)}
+    return {prompt.name + AT_ONCE: answer for prompt, answer in zip(short, answers, strict=True)}
 
 
 def ask_exactly(stack: Stack, prompts: Sequence[Prompt], output_tokens: int, progress: Progress) -> dict[str, Generation]:
     """The same prompts over all their blocks. Not through the router, which does not pass ``custom_params`` on."""
     answers = {}
     for prompt in prompts:
+        forget(stack)
         answers[prompt.name + EXACT] = generate_on_pair(
             stack.urls["prefill"], stack.urls["decode"], stack.bootstrap_port, prompt.input_ids, max_new_tokens=output_tokens,
             rid=f"demo-{prompt.name}-exact", sampling={"custom_params": {"oasis": {"mode": "exact"}}})
@@ -228,4 +268,8 @@ def show(report: dict) -> None:
         "included. life: until the end. TTFT in s, ITL in ms. equal: leading output tokens equal to stock's. "
         f"Host memory of decode in use (staging and cache): at most {report['decode_host_bytes_peak'] / 2**20:,.1f} MiB. "
         f"KV pool: at most {report['kv_pool_tokens_peak']:,} tokens."
+    )
+    console.print(
+        "Oasis' decode node was emptied before each prompt except turn 2, which goes on with Oasis' own answer and pulls only what the "
+        "turn before has not left there; stock SGLang's decode node keeps nothing by default."
     )

@@ -10,7 +10,7 @@
 | Req._compute_max_prefix_len              | oasis prefill       | the prompt's last queries must be computed to rank KV   |
 | process_batch_result_disagg_prefill      | oasis prefill       | restoring is compared with how fast prompts are computed |
 | get_internal_state                       | oasis server        | counters in /server_info                                |
-| flush_cache_after_weight_update          | oasis prefill       | KV of the old weights must not be found in the tier     |
+| flush_cache_after_weight_update          | oasis server        | KV of the old weights must not be found, here or in the tier |
 | validate_hisparse                        | sparse decode       | SGLang admits only its own sparse models to this shape  |
 | KVCacheConfigurator._resolve_kv_pool_... | sparse decode       | our KV pool                                             |
 | KVCacheConfigurator._build_token_to_k... | sparse decode       | our allocator, as many logical ids as requests can need |
@@ -137,6 +137,9 @@ def weights_changed(result, updater, recv_req, success, message):
     queue = getattr(updater.scheduler, "disagg_prefill_bootstrap_queue", None)
     if config.active() and queue is not None:
         queue.kv_manager.forget_prefixes()
+    coordinator = getattr(updater.scheduler, "hisparse_coordinator", None)
+    if config.active() and coordinator is not None:
+        coordinator.forget()
     return result
 
 

@@ -97,6 +97,8 @@ COUNTERS = {
         "bytes_manifest": "Bytes of manifests received by this rank.",
         "read_failures": "Reads of this rank that failed, timed out or did not verify.",
         "quarantined": "Staging windows of this rank given up while a read might still write into them.",
+        "moved": "Rooms that a tier sent on to a memory node, for requests of this rank.",
+        "searches": "Rooms that this rank looked for at memory nodes because their tier or prefill node was lost.",
         "links_lost": "Connections to tiers that this rank lost.",
         "internal_errors": "Faults of ours caught by this rank's pull loop.",
         **WORKING_SETS,

@@ -12,7 +12,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.registry import create_unified_radix_cache, register_radix_cache_backend, registered_radix_cache_backends
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker, UnifiedCacheLinkerWrapper
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
@@ -63,6 +65,13 @@ class RestoringTree(UnifiedRadixCache):
         """``restorer``: ``prefill_node.restore.Restorer``; ``identify(req)`` -> chain seed, or None for a prompt whose tokens do
         not determine its KV."""
         self.linker.identify, self.linker.cache_linker.restorer = identify, restorer
+
+    def missing(self, req) -> tuple[int, int]:
+        """Pages (first, stop) of the prompt that could come from elsewhere and that the tree does not hold now."""
+        limit = req._compute_max_prefix_len(len(req.origin_input_ids))
+        key = RadixKey(token_ids=req.origin_input_ids, extra_key=req.extra_key, limit=limit, cache_salt=req.cache_salt)
+        held = self.match_prefix(MatchPrefixParams(key=key)).device_prefix_len  # without its request it asks neither sessions nor the tier
+        return held // self.page_size, limit // self.page_size
 
     @property
     def restorer(self):

@@ -35,14 +35,16 @@ class OasisPrefillManager(CommonKVManager):
         self.tap: QueryTap | None = None
         self.restorer: Restorer | None = None
         self.identify = None
+        self.wish = None
         self.cache_epoch = ""
         """Part of every hash chain. Changes with the weights: what the tier holds of before is not found any more."""
 
-    def bind(self, publisher: p.Publisher, peer_row: dict, identify, tap: QueryTap | None = None, restorer: Restorer | None = None) -> None:
+    def bind(self, publisher: p.Publisher, peer_row: dict, identify, tap: QueryTap | None = None, restorer: Restorer | None = None,
+             wish=lambda req: None) -> None:
         """``peer_row``: what decode ranks are told, less the tier's address; ``identify(req)`` -> chain seed or None;
         ``tap``: on this rank's attention, None: prompts are published without a ranking; ``restorer``: of the radix tree, for
-        reports."""
-        self.publisher, self.peer_row, self.identify, self.tap, self.restorer = publisher, peer_row, identify, tap, restorer
+        reports; ``wish(req)`` -> what its tier may fetch for it, as in ``Open``."""
+        self.publisher, self.peer_row, self.identify, self.tap, self.restorer, self.wish = publisher, peer_row, identify, tap, restorer, wish
         publisher.on_attach = self._announce
         self._announce(publisher.client.welcome)
         publisher.start()
@@ -91,7 +93,7 @@ class OasisSender(CommonKVSender):
         """Called once the sender belongs to ``req``: starts the reservation."""
         self.rid = req.rid
         tokens = np.asarray(req.origin_input_ids, dtype=np.int64)
-        self.publication = self.kv_mgr.publisher.publish(self.bootstrap_room, tokens, self.kv_mgr.identify(req))
+        self.publication = self.kv_mgr.publisher.publish(self.bootstrap_room, tokens, self.kv_mgr.identify(req), self.kv_mgr.wish(req))
 
     def send(self, kv_indices, state_indices=None, num_kv_tokens=None, indices_event=None):
         first = self.curr_idx

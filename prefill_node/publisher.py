@@ -42,7 +42,7 @@ REATTACH_SECONDS = 1.0
 
 @dataclass(eq=False)
 class Publication:
-    """One request on one rank. ``tokens`` int64 [prompt]; ``seed`` starts its hash chain, None = never shared.
+    """One request on one rank. ``tokens`` int64 [prompt]; ``seed`` starts its hash chain, None = never shared; ``wish``: as in ``Open``.
     ``pool_pages`` int64 [pages]: where in the KV pool each page of the prompt lies, known once it was sent.
 
     Owner: the sender that posted it; the publisher's thread alone writes ``state`` and the arrays.
@@ -53,6 +53,7 @@ class Publication:
     seed: bytes | None
     pages: int
     deadline: float
+    wish: m.Wish | None = None
     state: str = OPENING
     error: OasisError | None = None
     cancelled: bool = False
@@ -96,10 +97,10 @@ class Publisher:
 
     # -- scheduler thread ---------------------------------------------------------------------------------------
 
-    def publish(self, room: int, tokens: np.ndarray, seed: bytes | None) -> Publication:
-        """Starts a publication: reserves its room and records."""
+    def publish(self, room: int, tokens: np.ndarray, seed: bytes | None, wish: m.Wish | None = None) -> Publication:
+        """Starts a publication: reserves its room and records. ``wish``: what the tier may fetch from a memory node before."""
         pages = -(-len(tokens) // self.layout.block_tokens)
-        pub = Publication(room, tokens, seed, pages, time.monotonic() + self.reserve_seconds)
+        pub = Publication(room, tokens, seed, pages, time.monotonic() + self.reserve_seconds, wish)
         self._inbox.put((self._open, pub))
         return pub
 
@@ -197,7 +198,7 @@ class Publisher:
         hashes = b"" if pub.seed is None else page_hashes(pub.seed, pub.tokens, self.layout.block_tokens)
         private = pub.pages - len(hashes) // HASH_BYTES
         self.client.post(m.Open, lambda reply: self._guard(self._opened, pub, reply), room=pub.room, rank=self.rank, seed=pub.seed or b"",
-                         hashes=hashes, private=private)
+                         hashes=hashes, private=private, wish=pub.wish if hashes else None)
 
     def _opened(self, pub: Publication, opened: m.Opened | OasisError) -> None:
         if isinstance(opened, CapacityError) and opened.retryable:

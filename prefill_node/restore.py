@@ -20,6 +20,7 @@ from prefill_node.pages import PageSource
 from transport import messages as m
 from transport.errors import OasisError
 from transport.integrity import verify_records
+from transport.pace import Pace
 from transport.records import HASH_BYTES
 from transport.worker_client import WorkerClient
 
@@ -35,23 +36,6 @@ REMEMBERED = 1024
 PROBE_SECONDS = 30.0
 """While restoring is the slower way, one is done all the same so often: the estimate must be able to change."""
 BATCH_BYTES = 16 << 20
-FADE = 0.9
-
-
-class Pace:
-    """Seconds per token of late: each sample weighs ``FADE`` of the one after it, by its tokens."""
-
-    def __init__(self):
-        self._seconds = self._tokens = 0.0
-
-    def add(self, tokens: int, seconds: float) -> None:
-        self._seconds = self._seconds * FADE + seconds
-        self._tokens = self._tokens * FADE + tokens
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """None before the first sample."""
-        return self._seconds / self._tokens if self._tokens else None
 
 
 def runs(records: np.ndarray, most: int) -> list[slice]:
@@ -66,7 +50,7 @@ class Restorer:
     """Owner of the scheduler's connection to the tier. One thread.
 
     ``min_tokens``: shorter runs are computed. ``stream``: on which forwards write the pool, None = that of the caller.
-    ``totals`` counts; ``restoring`` and ``computing`` are the paces that are compared.
+    ``totals`` counts; ``restoring`` and ``computing`` are the paces that are compared, per token.
     """
 
     def __init__(self, client: WorkerClient, hello: dict, source: PageSource, *, min_tokens: int, stream: torch.cuda.Stream | None = None):
@@ -160,8 +144,18 @@ class Restorer:
     @property
     def slower(self) -> bool:
         """Whether a restored token has lately cost more seconds than a computed one."""
-        restoring, computing = self.restoring.seconds_per_token, self.computing.seconds_per_token
+        restoring, computing = self.restoring.each, self.computing.each
         return restoring is not None and computing is not None and restoring > computing
+
+    def wish(self, first: int, stop: int) -> m.Wish | None:
+        """What the tier may fetch from a memory node for a prompt whose pages ``first`` to ``stop`` the pool lacks; None: nothing."""
+        page = self.layout.block_tokens
+        least = max(1, -(-self.min_tokens // page))
+        if stop - first < least or self.slower or time.monotonic() < self._rests_until:
+            return None
+        computing = self.computing.each
+        saved = float("inf") if computing is None else (computing - (self.restoring.each or 0.0)) * page
+        return m.Wish(first, stop, least, saved)
 
     def built(self) -> None:
         """A batch goes to the device now."""
@@ -178,7 +172,7 @@ class Restorer:
 
     def report(self) -> dict:
         """For ``/server_info``; ``milliseconds`` per thousand tokens, None: not known yet."""
-        paces = {"restored": self.restoring.seconds_per_token, "computed": self.computing.seconds_per_token}
+        paces = {"restored": self.restoring.each, "computed": self.computing.each}
         return {**self.totals, "resting": time.monotonic() < self._rests_until,
                 "milliseconds": {name: None if pace is None else round(pace * 1e6, 3) for name, pace in paces.items()}}
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from transport import messages as m
-from transport.dataplane import Endpoint
-from transport.errors import PeerLost, ProtocolError, RoomFailed, from_wire
-from transport.moving import Drop, Ended, Move, Order
+from transport.errors import ProtocolError, RoomFailed, from_wire
+from transport.moving import Drop, Ended, Move, Order, common_plane
 from transport.rooms import Room
 from transport.tier import Tier
 
@@ -50,6 +49,9 @@ class MemoryTier(Tier):
         dropped = sum(len(f.room.held) for f in self.fillings.values() if f.dropped)
         tiers = sum(s.role == "tier" for s in self.sessions.values())
         return {**now, "held": now["held"] + dropped, "moves": len(self.fillings), "tiers": tiers}
+
+    def _in_use(self) -> bool:
+        return super()._in_use() or bool(self.fillings)  # a dropped move may still write where another layout would have its records
 
     def moved(self, ended: Ended) -> None:
         """The mover no longer writes to the records of this move."""
@@ -85,7 +87,7 @@ class MemoryTier(Tier):
         if not len(fresh):
             self._filled(room, request, roots)
             return m.Ok(seq=request.seq)
-        endpoint = self._source(request)
+        endpoint = common_plane(self.planes, request.endpoints, room=request.room)
         request.geometry.require_sound(self.layout, endpoint.size, peer=endpoint.name)
         request.geometry.payload_offsets(sources)
         number, targets = next(self._numbers), room.records[fresh]
@@ -95,15 +97,6 @@ class MemoryTier(Tier):
             sources=request.sources, source_generations=request.generations, own_geometry=self.geometry,
             targets=m.pack(targets, "u4"), target_generations=m.pack(self.table.generation[targets], "u8"), roots=m.pack(roots[fresh], "u8")))
         return None
-
-    def _source(self, request: m.Fill) -> Endpoint:
-        """Of the sender's planes the one that we serve ourselves and prefer."""
-        found = [e for kind in self.planes for e in request.endpoints if e.kind == kind]
-        if not found:
-            raise PeerLost("no data plane in common", room=request.room,
-                           limit=f"{', '.join(self.planes)} here, {', '.join(e.kind for e in request.endpoints) or 'none'} there")
-        found[0].verify()
-        return found[0]
 
     def _filled(self, room: Room, request: m.Fill, roots: np.ndarray) -> None:
         self._seal(room, roots)

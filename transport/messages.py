@@ -89,12 +89,23 @@ class Ping(Message):
 # -- worker -> tier ---------------------------------------------------------------------------------------------
 
 
+class Wish(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Pages ``first`` to ``stop`` (not included) of a prompt: the worker lacks them, and would restore them if its tier had them.
+    Fewer than ``least`` from ``first`` on are of no use to it; each saves it ``page_seconds``."""
+
+    first: int
+    stop: int
+    least: int
+    page_seconds: float
+
+
 class Open(Message):
     """Reserves a room and all records of its prompt, or nothing.
 
     ``hashes``: 32 bytes per whole page, in order; a page already sealed in the tier is leased again. ``seed``: 32 bytes,
     start of their chain (empty: the prompt has none); readers get both, to know their own copies again.
-    ``private``: pages without a hash behind them (the partial page, or all pages of an unhashable prompt).
+    ``private``: pages without a hash behind them (the partial page, or all pages of an unhashable prompt). ``wish``: what a tier
+    with memory nodes may fetch back from there before it answers.
     Errors: ``DuplicateRoom``; ``CapacityError`` (``retryable`` unless the prompt can never fit).
     """
 
@@ -103,6 +114,7 @@ class Open(Message):
     seed: bytes
     hashes: bytes
     private: int
+    wish: Wish | None = None
 
 
 class Opened(Message):

@@ -28,6 +28,11 @@ _TOTALS = {
     "bytes_moved": "Bytes of those pages, each once.",
     "moves_retried": "Moves to a memory node that failed and were tried again.",
     "moves_failed": "Moves to a memory node given up.",
+    "pages_fetched_back": "Pages read from a memory node into this arena, to be restored by a prefill worker.",
+    "bytes_fetched_back": "Bytes read for that, payload and index.",
+    "fetch_seconds": "Seconds that these reads took.",
+    "fetches_failed": "Prompts that were computed because pages could not be fetched from a memory node in time.",
+    "fetches_slower": "Prompts that were computed because fetching their pages from a memory node is the slower way.",
     "rooms_filled": "Rooms of other tiers filled here, as a memory node.",
     "bytes_filled": "Bytes read from other tiers' arenas for them: the first of the two hops of a prompt.",
     "fills_failed": "Attempts to fill a room that failed.",
@@ -54,7 +59,8 @@ class TierCollector:
         for name, text in (("rooms", "Rooms open or committed and unclaimed."), ("leases", "Leases held by decode workers."),
                            ("waiters", "Decode workers' requests waiting for a commit."), ("workers", "Attached prefill workers.")):
             yield GaugeMetricFamily(f"oasis_tier_{name}", text, value=inventory[name])
-        for name, text in (("moves", "Moves of rooms between tiers under way."), ("redirects", "Rooms whose readers are sent to a memory node."),
+        for name, text in (("moves", "Moves of rooms between tiers under way."), ("fetches", "Fetches of pages from memory nodes under way."),
+                           ("redirects", "Rooms whose readers are sent to a memory node."),
                            ("tiers", "Other tiers connected to this memory node.")):
             yield GaugeMetricFamily(f"oasis_tier_{name}", text, value=inventory.get(name, 0))
         yield CounterMetricFamily("oasis_tier_evicted", "Cached records given up for room.", value=self.tier.table.evicted)

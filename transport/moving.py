@@ -16,7 +16,7 @@ import numpy as np
 
 from transport import messages as m
 from transport.dataplane import DataPlane, Endpoint, ReadBatch, Transfer
-from transport.errors import DeadlineExceeded, OasisError, ProtocolError
+from transport.errors import DeadlineExceeded, OasisError, PeerLost, ProtocolError
 from transport.integrity import index_rows, verify_index, verify_pieces
 from transport.layout import ArenaGeometry, KVLayout
 from transport.planes.ranges import coalesce
@@ -39,7 +39,7 @@ def window_bytes(layout: KVLayout) -> int:
 
 class Move(msgspec.Struct, frozen=True, tag=True):
     """Order: records ``sources`` of the arena at ``endpoint``, cut as ``geometry`` says, into ``targets`` of ours. All u32; the
-    ``generations`` of both and the ``roots`` u64, one each per record. Exactly one ``Ended`` follows."""
+    ``generations`` of both and the ``roots`` u64, one each per record. Exactly one ``Ended`` follows. Without records: connect."""
 
     number: int
     room: int
@@ -62,14 +62,25 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 
 class Ended(msgspec.Struct, frozen=True):
     """The move is over: nothing of it is written into the arena any more. ``nbytes``: read for it; ``error``: None when all of
-    it is there."""
+    it is there, or it was dropped; ``seconds``: from the order to this."""
 
     number: int
     nbytes: int
     error: m.Failure | None = None
+    seconds: float = 0.0
 
 
 Order = Move | Drop
+
+
+def common_plane(planes: tuple[str, ...], endpoints: tuple[Endpoint, ...], **about) -> Endpoint:
+    """Of the owner's ``endpoints`` the one whose kind comes first in ``planes``, those that we serve ourselves. Raises ``PeerLost`` when
+    there is none (naming ``about``: room, peer), ``IntegrityError``."""
+    found = [e for kind in planes for e in endpoints if e.kind == kind]
+    if not found:
+        raise PeerLost("no data plane in common", limit=f"{', '.join(planes)} here, {', '.join(e.kind for e in endpoints) or 'none'} there", **about)
+    found[0].verify()
+    return found[0]
 
 
 @dataclass(eq=False)
@@ -77,6 +88,7 @@ class _Job:
     """``cursor``: records asked for; ``landed``: records copied."""
 
     order: Move
+    began: float
     plane: DataPlane
     sources: np.ndarray
     source_generations: np.ndarray
@@ -121,7 +133,7 @@ class Moves:
     def take(self, order: Order, now: float) -> None:
         if isinstance(order, Drop):
             if order.number in self._jobs:
-                self._end(self._jobs[order.number])
+                self._end(self._jobs[order.number], now)
             return
         try:
             job = self._start(order, now)
@@ -129,7 +141,10 @@ class Moves:
             self.send(Ended(order.number, 0, m.failure(error, 0)))
         else:
             self._jobs[order.number] = job
-            self._turns.append(job)
+            if len(job.sources):
+                self._turns.append(job)
+            else:
+                self._end(job, now)
 
     def step(self, now: float) -> None:
         """Takes what has landed and starts what can start. Raises ``CapacityError`` once too many windows wait for reads that
@@ -158,7 +173,7 @@ class Moves:
         plane.connect(endpoint)
         self._used[endpoint.kind, endpoint.name] = now
         theirs, ours, roots = more
-        return _Job(order, plane, sources, theirs, targets, ours, roots)
+        return _Job(order, now, plane, sources, theirs, targets, ours, roots)
 
     def _launch(self, now: float) -> None:
         """Fills free windows, one per job in turn, so that a long prompt does not hold back a short one."""
@@ -168,7 +183,7 @@ class Moves:
             try:
                 self._read(job, now)
             except OasisError as error:
-                self._end(job, error)
+                self._end(job, now, error)
                 continue
             if job.cursor < len(job.sources):
                 self._turns.append(job)
@@ -205,9 +220,9 @@ class Moves:
                 error = failed
             self._flights.remove(flight)
             if error is not None and self._jobs.get(job.order.number) is job:
-                self._end(job, error)
+                self._end(job, now, error)
             elif job.landed == len(job.sources):
-                self._end(job)
+                self._end(job, now)
             self._give_back(flight)
 
     def _accept(self, flight: _Flight) -> None:
@@ -236,13 +251,13 @@ class Moves:
         log.warning("a read that was given up is still in flight: %s", flight.job.order.endpoint.name)
         self.staging.quarantine(flight.window, flight.transfer)
 
-    def _end(self, job: _Job, error: OasisError | None = None) -> None:
+    def _end(self, job: _Job, now: float, error: OasisError | None = None) -> None:
         """Idempotent. What of it is still in flight lands in its window and is forgotten."""
         if self._jobs.pop(job.order.number, None) is None:
             return
         if job in self._turns:
             self._turns.remove(job)
-        self.send(Ended(job.order.number, job.nbytes, None if error is None else m.failure(error, 0)))
+        self.send(Ended(job.order.number, job.nbytes, None if error is None else m.failure(error, 0), now - job.began))
 
 
 def _rows(arena: np.ndarray, base: int, n: int, stride: int) -> np.ndarray:

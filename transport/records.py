@@ -57,6 +57,11 @@ class RecordTable:
         n = np.bincount(self.state, minlength=4)
         return {"free": int(n[FREE]), "writing": int(n[WRITING]), "cached": int(n[SEALED]), "leased": int(n[LEASED])}
 
+    @property
+    def available(self) -> int:
+        """Records that could be taken now: free ones, and cached ones that would be evicted."""
+        return int(((self.state == FREE) | (self.state == SEALED)).sum())
+
     def reserve(self, hashes: list[bytes], private: int) -> tuple[np.ndarray, np.ndarray]:
         """Pins the sealed records of ``hashes`` that are here and takes fresh ones for the rest, all or nothing.
 

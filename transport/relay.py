@@ -1,11 +1,12 @@
 """The tier as staging: what its workers commit is moved to a memory node, and readers are sent there.
 
     OPENING --reserved there and here--> OPEN --Commit--> FILLING --it has all of it--> a redirect, for ``room_seconds``
-        |                                  |                 `- failed: once more, with the data planes of then
-        `----------------------------------`-----------------`--> dropped: told to the memory node, which gives up its part
+        |                 `--> FETCHING --^ |                `- failed: once more, with the data planes of then
+        `-----------------------`-----------`----------------`--> dropped: told to the memory node, which gives up its part
 
-Records here are taken only for pages that the memory node lacks. Once the room has moved they are cache, as in any tier;
-``Lookup`` is answered from this cache alone. A node that cannot be reached is passed over for the next of the room's order.
+Records here are taken for pages that the memory node lacks, and for those that are worth fetching back from it (``fetch``). Once the
+room has moved they are cache, as in any tier; ``Lookup`` is answered from this cache alone. A node that cannot be reached is passed
+over for the next of the room's order.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import numpy as np
 
 from transport import messages as m
 from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, IntegrityError, OasisError, PeerLost, ProtocolError, RoomFailed, StaleEpoch
+from transport.fetch import Fetches, WaitingRoom
 from transport.memory_nodes import MemoryNodes, placement_key
+from transport.moving import Ended, Order
 from transport.records import HASH_BYTES, split_hashes
-from transport.rooms import Key, Room
+from transport.rooms import Key
 from transport.tier import Tier
 
-OPENING, OPEN, FILLING = "opening", "open", "filling"
+OPENING, FETCHING, OPEN, FILLING = "opening", "fetching", "open", "filling"
 ASK_SECONDS = 10.0
 """For a memory node to answer what takes it no time: after that it is taken for dead."""
 FILL_SECONDS = 600.0
@@ -31,6 +34,8 @@ FILL_SECONDS = 600.0
 ATTEMPTS = 2
 RETRY_SECONDS = 0.5
 """Before a move is tried again: a data plane that ended has been noticed and mostly started again by then."""
+TICK_SECONDS = 0.1
+"""How late a wait for pages may end at most."""
 UNREACHABLE = (PeerLost, DeadlineExceeded, StaleEpoch)
 
 
@@ -44,14 +49,21 @@ class Upstream(Protocol):
     def control(self, address: str) -> str:
         """Where readers reach the node: what it says of itself, or ``address``."""
 
+    def welcome(self, address: str) -> m.Welcome | None:
+        """What the node last said of its arena; None: it is not connected."""
+
+    def refresh(self, address: str) -> None:
+        """Asks for another ``welcome``, after this call."""
+
     def reset(self) -> None:
         """Ends all connections: another model is served now."""
 
 
 @dataclass(eq=False, kw_only=True)
-class Relayed(Room):
+class Relayed(WaitingRoom):
     """``nodes``: the memory nodes still to be asked, in order; the first is the one that is asked or has it. ``seq``: of the
-    worker's request that waits for an answer (0: none). ``lost``: the connection on which it was opened there ended."""
+    worker's request that waits for an answer (0: none). ``roots`` uint64 [pages]: until the commit, of the pages that the memory node
+    has. ``lost``: the connection on which it was opened there ended."""
 
     nodes: list[str]
     state: str = OPENING
@@ -73,19 +85,28 @@ class Redirect:
 
 
 class RelayTier(Tier):
-    """A tier in front of ``nodes``. Answers of ``upstream`` come in through the callbacks given to it."""
+    """A tier in front of ``nodes``. Answers of ``upstream`` come in through the callbacks given to it; ``orders`` are for the mover,
+    ``moved`` takes its answers."""
 
     def __init__(self, *, nodes: MemoryNodes, upstream: Upstream, **about):
         super().__init__(**about)
         self.nodes, self.upstream = nodes, upstream
         self.redirects: dict[Key, Redirect] = {}
+        self.orders: list[Order] = []
+        self.fetches = Fetches(self, post=lambda order: self.orders.append(order), done=self._let_in, unreadable=upstream.refresh)
 
     def inventory(self) -> dict[str, int]:
-        moves = sum(room.state == FILLING for room in self.rooms.values())
-        return {**super().inventory(), "moves": moves, "redirects": len(self.redirects)}
+        now, moves = super().inventory(), sum(room.state == FILLING for room in self.rooms.values())
+        return {**now, "held": now["held"] + self.fetches.held, "moves": moves, "fetches": len(self.fetches.live), "redirects": len(self.redirects)}
+
+    def moved(self, ended: Ended) -> None:
+        """The mover no longer writes to the records of a fetch."""
+        self.fetches.ended(ended)
 
     def tick(self) -> float:
-        pause, now = super().tick(), self.clock()
+        pause, now = min(super().tick(), TICK_SECONDS), self.clock()
+        for room in [room for room in self.rooms.values() if room.state == FETCHING and now >= room.fetch_until]:
+            self.fetches.overdue(room)
         self.redirects = {key: r for key, r in self.redirects.items() if now < r.expires}
         waiting = [room for room in self.rooms.values() if room.again_at < float("inf")]
         for room in waiting:
@@ -95,7 +116,7 @@ class RelayTier(Tier):
                 self._fill(room)
         for address in self.nodes.due():
             self.upstream.ask(address, m.Renew, dict(leases=b""), lambda reply, address=address: self._probed(address, reply), ASK_SECONDS)
-        return min(pause, RETRY_SECONDS / 2) if waiting else pause
+        return pause
 
     def _probed(self, address: str, reply: m.Reply | OasisError) -> None:
         if not isinstance(reply, UNREACHABLE):  # one that refuses us is up, and says why to whoever asks
@@ -103,8 +124,10 @@ class RelayTier(Tier):
 
     def node_lost(self, address: str, error: OasisError) -> None:
         """What was reserved at this node over the connection that ended is void."""
-        for room in self.rooms.values():
-            if room.state != OPENING and room.nodes[0] == address and room.lost is None:
+        for room in list(self.rooms.values()):
+            if room.state == FETCHING and room.nodes[0] == address:
+                self._ask_next(room, error)
+            elif room.state != OPENING and room.nodes[0] == address and room.lost is None:
                 room.lost = error
 
     def _hello(self, session, hello: m.Hello) -> m.Reply:
@@ -118,6 +141,9 @@ class RelayTier(Tier):
         if before[0] is not None and before != (self.layout, self.fingerprint):
             self.upstream.reset()
 
+    def _in_use(self) -> bool:
+        return super()._in_use() or bool(self.fetches.live)  # the mover may still write where another layout would have its records
+
     # -- worker -------------------------------------------------------------------------------------------------
 
     def _open(self, session, request: m.Open) -> None:
@@ -126,7 +152,8 @@ class RelayTier(Tier):
             raise DuplicateRoom("the bootstrap room is in use", room=request.room, peer=self.redirects[key].address)
         pages = len(hashes) + request.private
         order = self.nodes.order(placement_key(hashes, request.room, self.layout.block_tokens))
-        room = Relayed(key, session, np.full(pages, -1, np.int64), np.zeros(pages, bool), request.seed, request.hashes, nodes=order, seq=request.seq)
+        room = Relayed(key, session, np.full(pages, -1, np.int64), np.zeros(pages, bool), request.seed, request.hashes, nodes=order,
+                       seq=request.seq, wish=request.wish)
         self._add(room)
         self._ask_open(room)
 
@@ -139,15 +166,22 @@ class RelayTier(Tier):
         fields = dict(room=room.key[0], rank=room.key[1], seed=room.seed, hashes=room.hashes, private=private)
         self.upstream.ask(room.nodes[0], m.Open, fields, lambda reply: self._reserved(room, reply), ASK_SECONDS)
 
+    def _ask_next(self, room: Relayed, error: OasisError) -> None:
+        """The node that was asked, or has opened it, is gone."""
+        self.fetches.leave(room)
+        self.table.unhold(room.held)
+        room.records[:], room.fresh[:], room.kept, room.state = -1, False, room.kept[:0], OPENING
+        node = room.nodes.pop(0)
+        if not isinstance(error, StaleEpoch):  # then it lives, and is asked the next time
+            self.nodes.mark_down(node)
+        self._ask_open(room)
+
     def _reserved(self, room: Relayed, reply: m.Reply | OasisError) -> None:
         """A memory node has answered: take staging records for the pages that it lacks."""
         if self.rooms.get(room.key) is not room:
             return  # given up meanwhile, and told so
         if isinstance(reply, UNREACHABLE):
-            node = room.nodes.pop(0)
-            if not isinstance(reply, StaleEpoch):  # then it lives, and is asked the next time
-                self.nodes.mark_down(node)
-            self._ask_open(room)
+            self._ask_next(room, reply)
             return
         try:
             if isinstance(reply, OasisError):
@@ -156,18 +190,33 @@ class RelayTier(Tier):
                 raise ProtocolError("not an answer to Open", room=room.key[0], peer=room.nodes[0])
             pages, hashes = len(room.records), split_hashes(room.hashes)
             wanted = m.unpack(reply.fresh, "u1", count=pages).astype(bool)
-            roots = m.unpack(reply.roots, "u8", count=pages)
+            room.roots = m.unpack(reply.roots, "u8", count=pages)
             private = pages - len(hashes)
             if not wanted[len(hashes) :].all():
                 raise ProtocolError("it claims to have pages that have no hash", room=room.key[0], peer=room.nodes[0])
-            records, fresh = self.table.reserve([h for h, w in zip(hashes, wanted.tolist()) if w], private)
+            records, fresh = self._reserve([h for h, w in zip(hashes, wanted.tolist()) if w], private)
         except OasisError as error:
             error.room = room.key[0]
             self._refuse(room, error, reserved=isinstance(reply, m.Opened))
             return
-        room.records[wanted], room.fresh[wanted], room.state = records, fresh, OPEN
-        self.totals["pages_there"] += int((~wanted).sum())
-        self._answer(room, self._opened(room, room.seq, roots))
+        room.records[wanted], room.fresh[wanted], room.state = records, fresh, FETCHING
+        if not self.fetches.begin(room, room.nodes[0], self.upstream.welcome(room.nodes[0]), reply):
+            self._let_in(room)
+
+    def _reserve(self, hashes: list[bytes], private: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            return self.table.reserve(hashes, private)
+        except CapacityError as error:
+            if not error.retryable:
+                raise
+        for room in self.rooms.values():  # what is kept to save time must hold no prompt back
+            self.fetches.let_go(room)
+        return self.table.reserve(hashes, private)
+
+    def _let_in(self, room: Relayed) -> None:
+        room.state = OPEN
+        self.totals["pages_there"] += int((room.records < 0).sum())
+        self._answer(room, self._opened(room, room.seq, room.roots))
 
     def _refuse(self, room: Relayed, error: OasisError, *, reserved: bool = False) -> None:
         """The worker may ask again, so readers go on waiting."""
@@ -198,7 +247,7 @@ class RelayTier(Tier):
 
     def _fill(self, room: Relayed) -> None:
         room.again_at = float("inf")
-        records, commit = room.held, room.commit
+        records, commit = room.own, room.commit
         fields = dict(room=commit.room, rank=commit.rank, prompt_tokens=commit.prompt_tokens, roots=commit.roots, ranking=commit.ranking,
                       metadata=commit.metadata, sources=m.pack(records, "u4"), generations=m.pack(self.table.generation[records], "u8"),
                       geometry=self.geometry, endpoints=self.endpoints)
@@ -217,7 +266,7 @@ class RelayTier(Tier):
                 return
             self.totals["moves_failed"] += 1
             if isinstance(reply, IntegrityError):
-                self.table.disown(room.held)  # or every prompt that begins so would fail until they are evicted
+                self.table.disown(room.own)  # or every prompt that begins so would fail until they are evicted
             self._answer(room, m.failure(reply, room.seq))
             self._fail(room, f"its move to a memory node failed: {reply}")
             return
@@ -228,8 +277,8 @@ class RelayTier(Tier):
             self.outbox.append((waiter.session, m.Moved(seq=waiter.seq, control=control)))
         self.totals["rooms_committed"] += 1
         self.totals["rooms_moved"] += 1
-        self.totals["pages_moved"] += len(room.held)
-        self.totals["bytes_moved"] += len(room.held) * (self.layout.payload_bytes + self.layout.index_bytes)
+        self.totals["pages_moved"] += len(room.own)
+        self.totals["bytes_moved"] += len(room.own) * (self.layout.payload_bytes + self.layout.index_bytes)
         self._answer(room, m.Ok(seq=room.seq))
         super()._drop(room)
 
@@ -263,6 +312,7 @@ class RelayTier(Tier):
             super()._orphan(room, reason)
 
     def _drop(self, room: Relayed) -> None:
+        self.fetches.leave(room)
         super()._drop(room)
         self._answer(room, m.failure(RoomFailed("the room was given up", room=room.key[0]), room.seq))
         if room.lost is None and room.nodes:

@@ -2,7 +2,7 @@
 
 It imports neither torch nor SGLang: KV must survive the workers. A NIXL peer on TCP can read and write the memory of
 the process that serves it and may bring it down, so that plane runs in a child that maps only the arena; the tier
-starts it again when it ends, and so does what moves records from other tiers here. One asyncio loop runs the control plane:
+starts it again when it ends, and so does what reads records of other tiers into this arena. One asyncio loop runs the control plane:
 
 * a unix socket for the node's workers, which hands out the arena's descriptor (``worker_sockets``);
 * a ZeroMQ ROUTER for readers, and for other tiers unless this one itself has memory nodes;
@@ -113,7 +113,7 @@ class TierServer:
         context = zmq.asyncio.Context()
         self.router = context.socket(zmq.ROUTER)
         self.links: Links | None = None
-        self.mover: Mover | None = None
+        self.mover = Mover(self.arena.fd, self.arena.size, self.node, self._ended)
         self.workers: WorkerSockets | None = None
         local = runner = None
         try:
@@ -130,12 +130,10 @@ class TierServer:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self.stopping.set)
-            work = [self.workers.accept(local), self._remote(), self._clock()]
+            work = [self.workers.accept(local), self._remote(), self._clock(), self.mover.run()]
             if self.nodes is not None:
                 await self.nodes.refresh()
                 work += [self.links.run(), self.nodes.watch()]
-            else:
-                work.append(self.mover.run())
             for one in work:
                 self._spawn(one)
             self.ready.set()
@@ -172,7 +170,6 @@ class TierServer:
         about = dict(epoch=self.epoch, arena_size=self.options.arena_bytes, control=self.control, planes=self.options.planes,
                      endpoints=tuple(s.endpoint for s in self.servers if s.endpoint), limits=self.options.limits)
         if self.nodes is None:
-            self.mover = Mover(self.arena.fd, self.arena.size, self.node, self._ended)
             return MemoryTier(**about)
 
         def hello() -> dict:
@@ -251,10 +248,9 @@ class TierServer:
         outbox, self.tier.outbox = self.tier.outbox, []
         for session, reply in outbox:
             self._answer(session, reply)
-        if self.mover is not None:
-            orders, self.tier.orders = self.tier.orders, []
-            for order in orders:
-                self.mover.post(order)
+        orders, self.tier.orders = self.tier.orders, []
+        for order in orders:
+            self.mover.post(order)
 
     def _answer(self, session: object, reply: m.Reply) -> None:
         if not isinstance(session, bytes):

@@ -168,12 +168,14 @@ class Tier:
         """The first writer's layout cuts the arena; another layout only once nobody holds anything of the old one."""
         if self.layout == hello.layout and self.fingerprint == hello.fingerprint:
             return
-        in_use = any(s.role != "reader" for s in self.sessions.values()) or self.rooms or self.leases
-        if self.layout is not None and in_use:
+        if self.layout is not None and self._in_use():
             return  # _hello then names the field that differs
         geometry = ArenaGeometry.fit(hello.layout, self.arena_size)
         self.layout, self.fingerprint, self.geometry = hello.layout, hello.fingerprint, geometry
         self.table = RecordTable(geometry.num_records)
+
+    def _in_use(self) -> bool:
+        return any(s.role != "reader" for s in self.sessions.values()) or bool(self.rooms or self.leases)
 
     # -- writer -------------------------------------------------------------------------------------------------
 

@@ -56,6 +56,19 @@ class Links:
         link = self._links.get(address)
         return link.welcome.control if link is not None and link.welcome is not None else address
 
+    def welcome(self, address: str) -> m.Welcome | None:
+        """What the node last said of its arena; None: it is not connected."""
+        link = self._links.get(address)
+        return link.welcome if link is not None else None
+
+    def refresh(self, address: str) -> None:
+        """Asks for another ``welcome``, after this call: a data plane that ended comes back under another endpoint."""
+        asyncio.get_running_loop().call_soon(self._refresh, address)
+
+    def _refresh(self, address: str) -> None:
+        if self.welcome(address) is not None:
+            self._links[address].introduce()
+
     def connected(self, address: str) -> bool:
         return address in self._links and self._links[address].welcome is not None
 
@@ -106,7 +119,10 @@ class _Link:
             self.close()
             raise PeerLost(f"its address cannot be used: {error.strerror}", peer=self.peer) from error
         self._tasks = [asyncio.get_running_loop().create_task(work) for work in (self._receive(), self._watch())]
-        self._send(m.Hello, dict(protocol=m.PROTOCOL, role="tier", **links.hello()), self._welcomed, time.monotonic() + HELLO_SECONDS)
+        self.introduce()
+
+    def introduce(self) -> None:
+        self._send(m.Hello, dict(protocol=m.PROTOCOL, role="tier", **self.links.hello()), self._welcomed, time.monotonic() + HELLO_SECONDS)
 
     def ask(self, make: type, fields: dict, done: Done, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -1,4 +1,4 @@
-"""``oasis demo``: stock SGLang PD and Oasis on the same prompts, side by side."""
+"""``oasis demo``: Oasis and stock SGLang PD on the same prompts, side by side."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def demo(
         Path | None, typer.Option(help="Directory of the logs.", show_default="a new one in the cache")
     ] = None,
 ) -> None:
-    """Run stock SGLang PD over NIXL, then Oasis, on the same prompts, and compare. Takes 3 to 5 minutes on 2 cores."""
+    """Run Oasis, then stock SGLang PD over NIXL, on the same prompts, and compare. Takes 3 to 5 minutes on 2 cores."""
     from oasis_sglang import demo as comparison
     from oasis_sglang import models
 

@@ -8,7 +8,7 @@ something uses ``fresh_stack(kind, ...)``, a context of its own. All take StackS
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,8 +136,9 @@ def _shared(stacks: Stacks, kind: Kind, models: Models):
 
 @pytest.fixture(scope="session")
 def goldens(stacks: Stacks) -> Goldens:
-    """``goldens.get(model, prompts, max_new_tokens)``; starts a monolith only for answers not yet on disk."""
-    return Goldens(lambda model: stacks.fresh(StackSpec("monolith", model)))
+    """``goldens.get(model, prompts, max_new_tokens)``; needs a monolith only for answers not yet on disk, and leaves it running: the
+    turns of a conversation are asked for one after the other."""
+    return Goldens(lambda model: nullcontext(stacks.shared(StackSpec("monolith", model))))
 
 
 @pytest.fixture(scope="session")

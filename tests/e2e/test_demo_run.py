@@ -12,8 +12,11 @@ def test_the_report_is_complete_exact_and_adds_up(models, stacks, processes, tmp
     report = demo.run(models.s4, processes, run_dir=tmp_path, output_tokens=OUTPUT_TOKENS, progress=print)
     assert json.loads(json.dumps(report)) == report
     requests = report["requests"]
-    assert [entry["prompt_tokens"] for entry in requests[:2]] == [demo.LONG_TOKENS, demo.MEDIUM_TOKENS]
-    assert len(requests) == 12
+    assert [entry["name"] for entry in requests[:3]] == ["long", "long" + demo.SECOND_TURN, "medium"]
+    first, second, medium = requests[:3]
+    assert (first["prompt_tokens"], medium["prompt_tokens"]) == (demo.LONG_TOKENS, demo.MEDIUM_TOKENS)
+    assert second["prompt_tokens"] > demo.LONG_TOKENS + OUTPUT_TOKENS
+    assert len(requests) == 13
     layout, budget = report["config"]["layout"], report["config"]["oasis"]["budget_tokens"]
     token_bytes = 2 * layout["num_layers"] * layout["kv_heads"] * layout["head_dim"] * layout["itemsize"]
     for entry in requests:
@@ -26,7 +29,9 @@ def test_the_report_is_complete_exact_and_adds_up(models, stacks, processes, tmp
         assert (entry["admitted_bytes"] >= entry["full_transfer_bytes"]) != selected
         assert all(entry[f"{side}ttft_seconds"] > 0 for side in ("", "stock_"))
         assert all(entry[f"{side}itl_seconds_mean"] > 0 for side in ("", "stock_"))
-    assert sum(entry["admitted_bytes"] < 0.25 * entry["full_transfer_bytes"] for entry in requests) == 1, "the long one"
+    assert sum(entry["admitted_bytes"] < 0.25 * entry["full_transfer_bytes"] for entry in requests) == 2, "the long ones"
+    kept = first["admitted_bytes_by_phase"], second["admitted_bytes_by_phase"]
+    assert 4 * kept[1]["summaries"] < kept[0]["summaries"] and 2 * kept[1]["pieces"] < kept[0]["pieces"], "the second turn finds most of it there"
     assert report["kv_pool_tokens_peak"] >= demo.LONG_TOKENS
     assert report["decode_host_bytes_peak"] > 0
     assert report["versions"]["sglang"] == "0.5.23"

@@ -6,7 +6,7 @@ import time
 
 import matrix
 import pytest
-from pd import Post, assert_baseline, body, next_room, pair, tier, wait_for, worker
+from pd import Post, assert_baseline, body, flush, next_room, pair, tier, wait_for, worker
 
 from oasis_sglang.client import generate
 
@@ -51,6 +51,7 @@ def test_aborts_in_every_state_of_a_pull(stack, hold, prompts):
         assert_baseline(stack)
     assert failed("awaiting") >= ABORTS_PER_STATE
 
+    flush(stack)
     hold.touch()
     try:
         big = [pair(stack, prompts[6], max_new_tokens=4) for _ in range(1 + ABORTS_PER_STATE)]  # 3,005 of 5,600 tokens each
@@ -95,6 +96,7 @@ def test_aborts_in_every_state_of_a_publication(stack, hold, prompts, prompt_mak
         assert_baseline(stack)
     assert failed("open") >= ABORTS_PER_STATE
 
+    flush(stack)
     hold.touch()
     try:
         fillers = [pair(stack, prompts[index], max_new_tokens=4) for index in (7, 6)]  # 313 and 188 of about 670 records
@@ -147,6 +149,7 @@ def test_the_same_room_twice(stack, hold, prompts, goldens, models):
     """The second is refused with a clear error on both nodes; the first completes exactly; the room is free again."""
     expected = goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)
     room = next_room()
+    flush(stack)  # with all of the prompt there it would read nothing, and be done
     hold.touch()
     try:
         first = pair(stack, prompts[3], room=room, max_new_tokens=8)

@@ -21,6 +21,7 @@ from pd import Post, next_room, wait_for
 
 from oasis_sglang.processes import Processes, Server
 from oasis_sglang.stack import get_json, import_environment, probe
+from prefill_node.query_tap import WINDOW
 
 pytestmark = namespaces.marks
 
@@ -168,6 +169,30 @@ def test_every_pair_answers_every_prompt_as_one_server_would(cluster, prompts, e
     assert cluster.tier(prefill)["totals"].get("rooms_claimed", 0) == 0, "no decode node reads a prefill host"
     assert cluster.report(decode)["totals"]["moved"] - before["totals"]["moved"] == len(prompts)
     assert cluster.wire()["landed"] - asked == page_bytes(cluster) * sum(map(pages, prompts))
+
+
+def test_the_next_turn_through_the_other_prefill_host_is_fetched_back_and_not_computed(cluster, goldens, models, prompt_maker, text):
+    first = prompt_maker.cut(text, 3000, skip=40_000)
+    [said] = goldens.get(models.s4, [first], TOKENS)
+    second = [*first, *said, *prompt_maker.chat("And then?")]
+    [said_again] = goldens.get(models.s4, [second], TOKENS)
+
+    def counted() -> dict[str, int]:
+        restore, tier = cluster.report("prefill1")["restore"], cluster.tier("prefill1")["totals"]
+        return {**{name: int(restore.get(name, 0)) for name in ("restored_tokens", "computed_tokens", "restore_failures")},
+                **{name: tier.get(name, 0) for name in ("pages_fetched_back", "bytes_fetched_back", "fetch_seconds", "fetches_failed", "pages_moved")}}
+
+    assert cluster.ask("prefill0", "decode0", first) == said
+    before, wires = counted(), cluster.wire()
+    assert cluster.ask("prefill1", "decode1", second) == said_again
+    after, warm = grown(before, counted()), grown(wires, cluster.wire())
+    known = min(len(first), len(second) - WINDOW) // PAGE  # the queries of the last tokens rank the prompt's blocks: those are computed
+    print(f"{after}; from the memory nodes {warm['from_memory']} bytes, {warm['landed']} of them landed at decode")
+    assert after["restored_tokens"] == after["pages_fetched_back"] * PAGE == known * PAGE
+    assert after["computed_tokens"] == len(second) - known * PAGE and after["restore_failures"] == after["fetches_failed"] == 0
+    assert after["pages_moved"] == pages(second) - len(first) // PAGE, "what came from there does not go back"
+    assert 1.0 <= warm["from_memory"] / (warm["landed"] + after["bytes_fetched_back"]) <= 1.03
+    wait_for(lambda: not any(cluster.tier("prefill1")["inventory"][k] for k in ("writing", "leased", "holders", "rooms", "fetches")), "at its baseline")
 
 
 def test_both_memory_nodes_were_used_and_hold_nothing_for_anybody(cluster):

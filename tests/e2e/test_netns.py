@@ -22,7 +22,6 @@ from namespaces import ip, make_namespace, serve_worker, wire_environment, withi
 from pd import Post, next_room, wait_for
 
 from decode_node.pull import PHASES
-from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.stack import free_port, get_json, import_environment, probe
 
@@ -67,7 +66,7 @@ def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane,
              "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env=wire_environment(devices[NEAR]), name="tier"))
         wait_for(lambda: probe(f"http://127.0.0.1:{tier_http}/readyz"), "the tier is ready")
         prefill = start(processes, "prefill", NEAR, "--oasis-tier", sock)
-        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane, *NO_REUSE, *options)
+        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane, *options)
         for server, url in zip(servers[1:], (prefill, decode)):
             wait_for(lambda s=server, u=url: s.poll() is not None or probe(u + "/health"), f"{server.name} serves", 180)
             assert server.poll() is None, server.tail()

@@ -4,7 +4,7 @@ import signal
 
 import matrix
 import pytest
-from pd import assert_baseline, held, pair, wait_for, worker
+from pd import assert_baseline, flush, held, pair, wait_for, worker
 
 from oasis_sglang.client import generate
 from oasis_sglang.processes import Processes
@@ -36,7 +36,7 @@ def selecting(stack, prompts, *, new=400, wait=False):
 
 
 def stepped_aside(stack, hold, prompts, *, new=400):
-    """A request that runs, and then waits for pieces: reads are held back from here on."""
+    """A request that runs, and then waits for pieces that no other has left here: reads are held back from here on."""
     steps, waits = (sets(stack)["steps"].get(name, 0) for name in ("steps", "waits"))
     post = selecting(stack, prompts, new=new, wait=True)
     wait_for(lambda: sets(stack)["steps"].get("steps", 0) > steps, "it runs")
@@ -64,6 +64,7 @@ def test_aborts_while_waiting_for_pages_pulling_running_and_stepping_aside(stack
         posts[0].abort()
         assert_baseline(stack)
 
+        flush(stack)
         waiting = stepped_aside(stack, hold, prompts)
         try:
             waiting.abort()
@@ -75,6 +76,7 @@ def test_aborts_while_waiting_for_pages_pulling_running_and_stepping_aside(stack
 
 def test_a_request_that_waits_holds_up_nobody(stack, hold, prompts, expected):
     """Reads are held: the one that needs pieces stands still, the one whose blocks are all here answers to its end."""
+    flush(stack)
     fits = pair(stack, prompts[2], max_new_tokens=250)[1]
     wait_for(lambda: sets(stack)["live"] == 1 and worker(stack, "decode")["pulls"] == 0, "it is admitted")
     waiting = stepped_aside(stack, hold, prompts, new=64)
@@ -104,7 +106,8 @@ def test_retracted_requests_go_on_where_they_were(models, stacks, prompts, expec
     stacks.stop()
     # SGLang reads these while it is imported, hence servers of their own.
     env = {**import_environment(), "SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "3"}
-    spec = StackSpec("oasis", models.s4, config={"budget_tokens": 1024, "on_miss": "wait", "wait_seconds": 60.0})
+    # Without a limit on pulls what a request attends to does not depend on what others have left here.
+    spec = StackSpec("oasis", models.s4, config={"budget_tokens": 1024, "on_miss": "wait", "wait_seconds": 60.0, "fetch_blocks_per_step": 0})
     with Processes(log=tmp_path / "zygote.log", env=env) as processes, Stack(spec, processes, run_dir=tmp_path / "run") as stack:
         posts = [pair(stack, prompts[i], max_new_tokens=matrix.OUTPUT_TOKENS, oasis={"mode": "exact"} if i > 3 else None)[1] for i in (1, 3, 4, 5)]
         assert [post.result(240).output_ids for post in posts] == [expected[i] for i in (1, 3, 4, 5)]

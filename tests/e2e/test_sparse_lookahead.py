@@ -13,7 +13,7 @@ from pathlib import Path
 
 import matrix
 import pytest
-from pd import assert_baseline, pair, wait_for, worker
+from pd import assert_baseline, flush, pair, wait_for, worker
 from test_speculation import OASIS_NGRAM, accept_length
 
 from oasis_sglang.client import generate, generate_concurrently
@@ -50,6 +50,7 @@ def test_with_drafts_answers_over_all_blocks_are_the_same(stack, prompts, expect
 
 
 def test_with_every_head_critical_answers_are_exact_at_any_budget(stack, prompts, expected):
+    flush(stack)
     before = worker(stack, "decode")
     answers = [generate(stack.url, prompts[i], max_new_tokens=matrix.OUTPUT_TOKENS, rid=f"critical-{i}").output_ids for i in (3, 5, 6, 8)]
     assert answers == [expected[i] for i in (3, 5, 6, 8)]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
+import time
 import uuid
 
 import node_rig
@@ -10,6 +13,7 @@ import numpy as np
 import zmq
 from node_rig import FINGERPRINT, LocalTier, Prefill, small_layout, until
 
+from prefill_node.publisher import COMMITTED
 from transport import messages as m
 from transport.dataplane import ReadBatch
 from transport.integrity import verify_records
@@ -43,7 +47,7 @@ class NodeTier(LocalTier):
     def at_baseline(self) -> bool:
         now = self.inventory()
         return (now["free"] + now["cached"] == now["records"] in (0, self.records)  # 0: nobody has said what it holds
-                and not any(now[k] for k in ("writing", "leased", "holders", "held", "rooms", "leases", "waiters", "moves")))
+                and not any(now[k] for k in ("writing", "leased", "holders", "held", "rooms", "leases", "waiters", "moves")) and not now.get("fetches"))
 
 
 class Reader:
@@ -147,3 +151,35 @@ class Fleet:
             prefill.close()
         for tier in (*self.local, *self.memory):
             tier.stop()
+
+
+def prompt(tokens: int, salt: int = 0, at: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(token ids, pages of the pool, in reverse order)."""
+    return np.arange(tokens, dtype=np.int64) + salt * 1_000_003, np.arange(at, at - (-tokens // 4))[::-1].copy()
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] == "T", "stopped")
+
+
+def warm(fleet: Fleet, memory: NodeTier) -> int:
+    """Has one prompt moved, so that the mover runs; its pid."""
+    ids, pages = prompt(5, salt=77)
+    assert fleet.prefill[0].publish(999_983, ids, pages).state == COMMITTED
+    reader = fleet.reader(memory.control)
+    reader.release(reader.wait(999_983))
+    return until(lambda: memory.mover_pid, "the mover runs")
+
+
+def lives(fleet: Fleet, which: int = 0) -> None:
+    """A further prompt of this prefill node goes all the way."""
+    ids, pages = prompt(9, salt=int(time.monotonic() * 1e6) % 99_991)
+    room = int(time.monotonic() * 1e6)
+    pub = fleet.prefill[which].publish(room, ids, pages)
+    assert pub.state == COMMITTED, pub.error
+    moved = fleet.reader(fleet.local[which].control).wait(room)
+    reader = fleet.reader(moved.control)
+    manifest = reader.wait(room)
+    assert np.array_equal(reader.read(manifest), in_pool(fleet.prefill[which], pages, 9))
+    reader.release(manifest)

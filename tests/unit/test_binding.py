@@ -31,7 +31,10 @@ def test_kv_of_other_weights_is_not_found_again(monkeypatch, active, forgotten):
     calls = []
     manager = SimpleNamespace(forget_prefixes=lambda: calls.append(1))
     scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=manager))
+    decode = SimpleNamespace(hisparse_coordinator=SimpleNamespace(forget=lambda: calls.append(1)))
     done = (True, "Succeeded")
     assert hooks.weights_changed(done, SimpleNamespace(scheduler=scheduler), None, *done) is done
     assert len(calls) == forgotten
-    assert hooks.weights_changed(done, SimpleNamespace(scheduler=SimpleNamespace()), None, *done) is done, "decode has no such queue"
+    assert hooks.weights_changed(done, SimpleNamespace(scheduler=decode), None, *done) is done
+    assert len(calls) == 2 * forgotten
+    assert hooks.weights_changed(done, SimpleNamespace(scheduler=SimpleNamespace()), None, *done) is done, "a decode node with mode=exact"

@@ -71,13 +71,51 @@ def test_the_table_states_machine_model_and_n():
     assert "Model M" in shown and "n = 1" in shown and "cores" in shown and "1 of the 1 answers over all blocks" in shown
 
 
+class Maker:
+    """Tokens are characters."""
+
+    def encode(self, text):
+        return list(map(ord, text))
+
+    def chat(self, text):
+        return self.encode(f"<{text}>")
+
+
+def test_a_second_turn_begins_with_the_first_and_its_answer():
+    first = demo.Prompt("long", [1, 2])
+    second = demo.second_turn(Maker(), first, generation("o", [7, 8]))
+    assert second.name == "long, turn 2" and second.input_ids[:4] == [1, 2, 7, 8] and not second.fresh
+    assert "".join(map(chr, second.input_ids[4:])).startswith("<|im_end|>\n<Which of")
+
+
+@pytest.mark.parametrize(("kind", "before"), [("oasis", ["/flush_cache"]), ("stock", [])])
+def test_oasis_forgets_before_each_prompt_but_a_next_turn(server, posted, kind, before):
+    stack = demo.Stack(demo.StackSpec(kind, "m"), None, run_dir=None)
+    stack.urls = {"router": server, "decode": server}
+    prompts = [demo.Prompt("long", [5]), demo.Prompt("long, turn 2", [5, 6], fresh=False), demo.Prompt("medium", [9])]
+    answers = demo.ask(stack, prompts, 2, lambda line: None)
+    assert list(answers) == ["long", "long, turn 2", "medium"] and answers["medium"].output_ids == [7, 9]
+    assert posted == [*before, "/generate", "/generate", *before, "/generate"]
+
+
 @pytest.fixture
-def server():
+def posted():
+    """Paths that ``server`` was asked for, in their order."""
+    return []
+
+
+@pytest.fixture
+def server(posted):
     """``/generate`` that streams two cumulative chunks; prompt [0] is refused, [1] aborted, [2] fails in the stream,
     [3] is cut off."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
+            posted.append(self.path.partition("?")[0])
+            if posted[-1] == "/flush_cache":
+                self.send_response(200)
+                self.end_headers()
+                return
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             first = body["input_ids"][0]
             if first == 0:

@@ -27,7 +27,7 @@ ENDPOINT = Endpoint.make("nixl", "node:1", "", 1 << 20, 1 << 40, b"blob" * 20)
 REQUESTS = [
     m.Hello(seq=1, protocol=m.PROTOCOL, role="worker", node="n", rank=0, layout=LAYOUT, fingerprint=FINGERPRINT, control="tcp://h:2"),
     m.Ping(seq=2),
-    m.Open(seq=3, room=2**63 - 1, rank=0, hashes=bytes(range(64)), private=1, seed=bytes(32)),
+    m.Open(seq=3, room=2**63 - 1, rank=0, hashes=bytes(range(64)), private=1, seed=bytes(32), wish=m.Wish(1, 2, 1, 0.25)),
     m.Commit(seq=4, room=7, rank=1, prompt_tokens=4096, roots=bytes(80), ranking=bytes(24), metadata=(b"a" * 8, b"")),
     m.Abort(seq=5, room=7, rank=0, reason="why ü"),
     m.Await(seq=6, epoch="e", room=7, rank=0, seconds=1.5),
@@ -37,6 +37,7 @@ REQUESTS = [
     m.Lookup(seq=10, epoch="e", hashes=bytes(range(96)), hold=True),
     m.Fill(seq=11, room=7, rank=0, prompt_tokens=9, roots=bytes(24), ranking=b"", metadata=(b"x",), sources=bytes(12), generations=bytes(24),
            geometry=CUT, endpoints=(ENDPOINT,)),
+    m.Donate(seq=12, epoch="e", depth=3, hashes=bytes(range(32)), payloads=bytes(64), summaries=bytes(8)),
 ]
 REPLIES = [
     m.Welcome(seq=1, epoch="e", control="tcp://h:1", geometry=CUT, endpoints=(ENDPOINT,), lease_seconds=30.0, planes=("nixl",),
@@ -51,7 +52,7 @@ REPLIES = [
     m.Held(seq=8, records=bytes(12), generations=bytes(24), roots=bytes(24), lease=9, lease_seconds=30.0),
 ]
 CASES = [(r, m.decode_request) for r in REQUESTS] + [(r, m.decode_reply) for r in REPLIES]
-OPTIONAL = {m.Hello: ("control",), m.Welcome: ("memory_nodes",)}
+OPTIONAL = {m.Hello: ("control",), m.Welcome: ("memory_nodes",), m.Open: ("wish",)}
 """Fields that may be left out, beside those of a failure."""
 IDS = [type(r).__name__ for r, _ in CASES]
 

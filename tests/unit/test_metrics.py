@@ -25,8 +25,9 @@ def read(collector) -> dict[str, float]:
 
 
 ELSEWHERE = ("evicted", "rooms_moved", "pages_there", "pages_moved", "bytes_moved", "moves_retried", "moves_failed", "rooms_filled", "bytes_filled",
-             "fills_failed", "mover_restarts", "pages_donated", "bytes_donated")
-"""Counters of tiers with memory nodes, memory nodes and donations: test_memory_tier.py, test_relay.py, test_donation.py."""
+             "fills_failed", "mover_restarts", "pages_donated", "bytes_donated", "pages_fetched_back", "bytes_fetched_back", "fetch_seconds",
+             "fetches_failed", "fetches_slower")
+"""Counters of tiers with memory nodes, memory nodes and donations: test_memory_tier.py, test_relay.py, test_fetch_back.py, test_donation.py."""
 
 
 def test_every_metric_of_the_tier_moves():
@@ -66,7 +67,7 @@ def test_every_metric_of_the_tier_moves():
     bench.do("W1", m.Lookup, hashes=digest(1), hold=False)
     note()
     moved = {name for name in seen[0] if len({s[name] for s in seen}) > 1}
-    still = {"oasis_tier_arena_bytes", *(f"oasis_tier_{name}" for name in ("moves", "redirects", "tiers")), *(f"oasis_tier_{name}_total" for name in ELSEWHERE)}
+    still = {"oasis_tier_arena_bytes", *(f"oasis_tier_{name}" for name in ("moves", "fetches", "redirects", "tiers")), *(f"oasis_tier_{name}_total" for name in ELSEWHERE)}
     assert set(seen[0]) - moved == still and seen[0]["oasis_tier_arena_bytes"] == 4096
     last = seen[-1]
     assert {k: last[f"oasis_tier_{k}_total"] for k in ("rooms_opened", "rooms_committed", "rooms_claimed", "rooms_failed", "rooms_cancelled", "rooms_expired")} == {
@@ -110,7 +111,7 @@ def test_every_counter_of_the_workers_moves(worlds):
     world.prefill.publisher.export = lambda totals, gauges: 1 / 0
     until(lambda: totals["internal_errors"])
     assert {name for name in COUNTERS["prefill"] if not totals[name]} == set(RESTORING), "those need a radix tree: tests/e2e/test_prefix_reuse.py"
-    assert {name for name in COUNTERS["decode"] if not report[name]} == set(WORKING_SETS), "those need a coordinator: tests/e2e/test_sparse.py"
+    assert {name for name in COUNTERS["decode"] if not report[name]} == {*WORKING_SETS, "moved", "searches"}, "those need a coordinator or memory nodes"
     assert totals["rooms_committed"] == 3 and totals["rooms_failed"] == 2 and totals["pages_published"] == 5 and totals["pages_reused"] == 4
 
 

@@ -319,6 +319,27 @@ def test_a_full_arena_holds_back_until_there_is_room(worlds):
     world.settle()
 
 
+def test_what_is_wished_for_goes_with_every_question_and_not_without_names_for_it(worlds):
+    world, asked = worlds(tier=dict(records=8)), []
+    publisher, post = world.prefill.publisher, world.prefill.publisher.client.post
+    publisher.client.post = lambda make, done, **fields: (asked.append(fields.get("wish")), post(make, done, **fields))
+    wish = m.Wish(1, 5, 2, 0.5)
+    first = world.prefill.open(1, np.arange(30), seed=None)
+    until(lambda: first.state == OPEN)
+    second = publisher.publish(2, np.arange(30), b"s" * 32, wish)
+    until(lambda: publisher.totals["reserve_retries"] > 1, "it is asked for again")
+    publisher.cancel(first, "")
+    until(lambda: second.state == OPEN, "a tier that has nothing behind it takes no notice")
+    assert asked[0] is None and len(asked) > 2 and set(map(type, asked[1:])) == {m.Wish} and asked[1] == asked[-1] == wish
+    asked.clear()
+    unnamed = publisher.publish(3, np.arange(2), None, wish)
+    until(lambda: asked)
+    assert asked == [None]
+    for pub in (second, unnamed):
+        publisher.cancel(pub, "")
+    world.settle()
+
+
 def test_back_pressure_ends_with_an_error_that_names_the_limit(worlds):
     world = worlds(tier=dict(records=8), prefill=dict(reserve_seconds=0.1))
     ids, pages = world.prompt(24)

@@ -141,6 +141,15 @@ def test_a_load_names_pool_pages_and_counts_only_when_every_rank_has_it():
         assert restorer.filled == [(b"".join(keys), [7, 3])] and tree.reduced == [[int(fine)]]
 
 
+def test_what_the_tree_lacks_is_found_without_asking_the_tier():
+    asked = []
+    req = SimpleNamespace(origin_input_ids=TOKENS, extra_key="x", cache_salt="y", _compute_max_prefix_len=lambda tokens: tokens - 9)
+    tree = SimpleNamespace(page_size=PAGE, match_prefix=lambda params: asked.append(params) or SimpleNamespace(device_prefix_len=13))
+    assert radix.RestoringTree.missing(tree, req) == (3, 5), "of 31 tokens 22 may come from elsewhere"
+    [params] = asked
+    assert params.req is None and (params.key.extra_key, params.key.cache_salt, len(params.key)) == ("x", "y", 22)
+
+
 def test_nothing_goes_to_the_tier_through_the_tree_and_no_forward_waits():
     restorer = Restorer()
     linker = Tree(restorer).linker

@@ -10,9 +10,10 @@ from oasis_sglang.selection.summaries import SUMMARIES
 from prefill_node import restore
 from prefill_node.pages import PageSource
 from prefill_node.publisher import COMMITTED
-from prefill_node.restore import Pace, Restorer, runs
+from prefill_node.restore import Restorer, runs
 from transport import messages as m
 from transport.hashing import page_hashes
+from transport.pace import FADE, Pace
 from transport.records import HASH_BYTES
 from transport.worker_client import WorkerClient
 
@@ -208,12 +209,12 @@ def test_a_tier_that_is_not_there_at_first(tmp_path):
 
 def test_a_pace_follows_its_last_samples():
     pace = Pace()
-    assert pace.seconds_per_token is None
+    assert pace.each is None
     pace.add(100, 2.0)
-    assert pace.seconds_per_token == 0.02
+    assert pace.each == 0.02
     for _ in range(60):
         pace.add(10, 1.0)
-    assert pace.seconds_per_token == pytest.approx(0.1, rel=1e-2)
+    assert pace.each == pytest.approx(0.1, rel=1e-2)
 
 
 def test_the_slower_way_is_not_taken_but_tried_now_and_then(rigs):
@@ -244,10 +245,10 @@ def test_computing_is_measured_from_the_later_of_build_and_the_end_before(monkey
     at(1.0, restorer.built)
     at(3.0, restorer.built)  # while the first one runs
     at(5.0, restorer.computed, 40)
-    assert restorer.computing.seconds_per_token == pytest.approx(4 / 40)
+    assert restorer.computing.each == pytest.approx(4 / 40)
     at(11.0, restorer.computed, 60)
-    expected = (4 * restore.FADE + 6) / (40 * restore.FADE + 60)
-    assert restorer.computing.seconds_per_token == pytest.approx(expected)
+    expected = (4 * FADE + 6) / (40 * FADE + 60)
+    assert restorer.computing.each == pytest.approx(expected)
     assert restorer.report()["milliseconds"] == {"restored": None, "computed": round(expected * 1e6, 3)} and restorer.totals["computed_tokens"] == 100
 
 
@@ -256,3 +257,30 @@ def test_computing_is_measured_from_the_later_of_build_and_the_end_before(monkey
     ([5, 4, 3], 8, [(0, 1), (1, 2), (2, 3)]), ([7, 7], 8, [(0, 1), (1, 2)])])
 def test_runs_are_neighbours_in_order(records, most, expected):
     assert [(s.start, s.stop) for s in runs(np.array(records, np.int64), most)] == expected
+
+
+# -- what the tier may fetch --------------------------------------------------------------------------------------
+
+
+def test_what_is_wished_for_says_what_a_page_saves(rigs, monkeypatch):
+    rig = rigs(min_tokens=10)
+    restorer = rig.restorer
+    assert restorer.wish(2, 9) == m.Wish(2, 9, 3, float("inf")), "nothing is known yet: it is tried"
+    restorer.computing.add(100, 2.0)
+    assert restorer.wish(0, 3) == m.Wish(0, 3, 3, 4 * 0.02)
+    restorer.restoring.add(100, 0.5)
+    wished = restorer.wish(1, 9)
+    assert (wished.first, wished.stop, wished.least) == (1, 9, 3) and wished.page_seconds == pytest.approx(4 * 0.015)
+    assert restorer.wish(7, 9) is None and restorer.wish(9, 9) is None and restorer.wish(9, 2) is None, "shorter than what is restored"
+    restorer.restoring.add(100, 1e6)
+    assert restorer.wish(1, 9) is None, "computing is faster than copying alone"
+    restorer.computing.add(100, 1e9)
+    assert restorer.wish(1, 9) is not None
+    rig.tier.stop()
+    assert restorer.find(b"h" * 9 * HASH_BYTES) == 0 and restorer.wish(1, 9) is None, "nothing is asked for a while"
+    monkeypatch.setattr(restorer, "_rests_until", 0.0)
+    assert restorer.wish(1, 9) is not None
+
+
+def test_without_a_least_length_one_page_is_enough(rigs):
+    assert rigs(min_tokens=0).restorer.wish(3, 4) == m.Wish(3, 4, 1, float("inf"))
