@@ -60,6 +60,8 @@ class StackSpec:
     config: Mapping[str, object] = field(default_factory=dict)
     """Oasis options of both workers, beside the tier's address."""
     arena_bytes: int = DEFAULT_ARENA_BYTES
+    tier_flags: tuple[str, ...] = ()
+    """More flags of every `oasis tier`, memory nodes included."""
     data_plane: str = "nixl,zmq"
     """Data planes the tier serves; decode's option ``data_plane`` chooses one."""
     env: Environment = field(default_factory=dict)
@@ -249,7 +251,7 @@ class Stack:
         port = free_port()
         argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", self._socket(name)]
         argv += ["--listen", listen, "--http", f"{HOST}:{port}", "--node", name]
-        argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane, *flags]
+        argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane, *flags, *self.spec.tier_flags]
         self._progress(f"starting {name}")
         self.urls[name] = f"http://{HOST}:{port}"
         self._run(name, argv)

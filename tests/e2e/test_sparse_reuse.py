@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import reference
 from matrix import OUTPUT_TOKENS
-from pd import assert_baseline, flush, pair, tier, worker
+from pd import assert_baseline, flush, pair, tier, wait_for, worker
 from reference import PAGE
 
 from oasis_sglang.client import generate_on_pair
+from prefill_node.query_tap import WINDOW
 
 BUDGET, SINK, RECENT, TAIL = 256, 16, 32, 48
 NEW_TOKENS = 128
@@ -148,10 +149,12 @@ def test_a_common_start_crosses_the_wire_once_even_when_all_ask_together(full, p
 
 @pytest.fixture(scope="module")
 def small(fresh_stack):
-    """Host cache and tier for about a quarter of what the conversations below have; the smallest that one admission fits."""
+    """Host cache and tier for about a quarter of what the conversations below have; the smallest that one admission fits. Answers go
+    to the tier."""
     record = 2 * 4 * 3 * 64 * 4 * PAGE
-    with fresh_stack("oasis", config={"budget_tokens": 2048, "host_cache_bytes": 160 * record, "on_miss": "wait", "wait_seconds": 60.0},
-                     arena_bytes=220 * record * 104 // 100, prefill_flags=("--max-total-tokens", "4096"),
+    with fresh_stack("oasis", config={"budget_tokens": 2048, "host_cache_bytes": 160 * record, "on_miss": "wait", "wait_seconds": 60.0,
+                                      "publish_generated": True},
+                     arena_bytes=220 * record * 104 // 100, tier_flags=("--accept-generated",), prefill_flags=("--max-total-tokens", "4096"),
                      decode_flags=("--max-total-tokens", "12000")) as stack:
         yield stack
 
@@ -170,4 +173,22 @@ def test_under_pressure_answers_stay_right_and_something_is_still_found(small, g
     print(f"decode found {shown['hit_tokens']} of {asked} tokens, evicted {cache['evicted']} pieces; the tier found {found['pages_reused']} pages")
     assert cache["evicted"] > 0 and cache["used_bytes"] <= cache["capacity_bytes"]
     assert 0 < shown["bytes_saved"]
+    assert_baseline(small)
+
+
+def test_prefill_copies_back_what_decode_has_said(small, goldens, models, prompt_maker, text):
+    """Within the budget an answer's K and V are as good as prefill's own."""
+    before = tier(small)["totals"].get("pages_donated", 0)
+    first = prompt_maker.cut(text, 1000, skip=60_000)
+    [said] = goldens.get(models.s4, [first], OUTPUT_TOKENS)
+    assert ask(small, first) == said
+    whole = (len(first) + OUTPUT_TOKENS - 1) // PAGE
+    wait_for(lambda: tier(small)["totals"].get("pages_donated", 0) - before == whole - len(first) // PAGE, "the tier has the answer")
+    flush(small, "prefill")
+    second = [*first, *said, *prompt_maker.chat("What else is there in it, and where does it say so? Name the places, please, and quote them.")]
+    [expected] = goldens.get(models.s4, [second], OUTPUT_TOKENS)
+    restored, pages = worker(small, "prefill")["restore"].get("restored_tokens", 0), worker(small, "prefill")["totals"]["pages_published"]
+    assert ask(small, second) == expected
+    assert worker(small, "prefill")["restore"]["restored_tokens"] - restored == min(whole, (len(second) - WINDOW) // PAGE) * PAGE > len(first)
+    assert worker(small, "prefill")["totals"]["pages_published"] - pages == -(-len(second) // PAGE) - whole
     assert_baseline(small)
