@@ -27,19 +27,14 @@ class Donor:
 
     def give(self, pull: Pull, depth: int, hashes: Sequence[bytes], payloads: np.ndarray, summaries: np.ndarray) -> None:
         """``payloads`` uint8 [n, payload_bytes] and ``summaries`` uint8 [n, summary_total] of the blocks with ``hashes``, which follow
-        ``depth`` others of their chain, to the tier that served ``pull``."""
-        link = pull.link
-        step = max(1, MESSAGE_BYTES // (payloads.shape[1] + summaries.shape[1]))
-        for start in range(0, len(hashes), step):
-            part = slice(start, start + step)
-            n, size = len(hashes[part]), payloads[part].nbytes + summaries[part].nbytes
-            if link.error is not None or link.epoch in self._unwilling or self._outstanding + size > OUTSTANDING_BYTES:
-                self.totals["blocks_not_donated"] += len(hashes) - start
-                return
-            self._outstanding += size
-            fields = dict(depth=depth + start, hashes=b"".join(hashes[part]), payloads=payloads[part].tobytes(), summaries=summaries[part].tobytes())
-            link.request(m.Donate, fields, lambda reply, n=n, size=size, epoch=link.epoch: self._answered(reply, n, size, epoch),
-                         deadline=time.monotonic() + self.silence)
+        ``depth`` others of their chain, to the tier that served ``pull``: ``MESSAGE_BYTES`` at a time, of which the caller takes care."""
+        link, n, size = pull.link, len(hashes), payloads.nbytes + summaries.nbytes
+        if link.error is not None or link.epoch in self._unwilling or self._outstanding + size > OUTSTANDING_BYTES:
+            self.totals["blocks_not_donated"] += n
+            return
+        self._outstanding += size
+        fields = dict(depth=depth, hashes=b"".join(hashes), payloads=payloads.tobytes(), summaries=summaries.tobytes())
+        link.request(m.Donate, fields, lambda reply, epoch=link.epoch: self._answered(reply, n, size, epoch), deadline=time.monotonic() + self.silence)
 
     def _answered(self, reply: m.Reply | OasisError, n: int, size: int, epoch: str) -> None:
         self._outstanding -= size

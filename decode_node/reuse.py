@@ -174,7 +174,9 @@ class Reuse:
         whole = (numbers >= 0) & self.cache.held(numbers).all(0)
         n = min(int(np.cumprod(whole).sum()), room)
         data, here = self.cache.read(np.tile(each, n), np.repeat(numbers[:n], len(each)))
-        if n and here.all():
+        offered = n if here.all() else 0  # others may have pushed some out meanwhile
+        self.totals["blocks_not_offered"] += len(hashes) - offered
+        if offered:
             self._offers.append((self._publisher.submit(self._offer, entry.pull, first, hashes[:n], data.reshape(n, -1)), data.nbytes))
 
     def _offer(self, pull: Pull, first: int, hashes: list[bytes], payloads: np.ndarray) -> None:

@@ -44,6 +44,7 @@ WORKING_SETS = {
     "reuse_indexes": "Block indexes of admissions that this rank knew already.",
     "reuse_bytes_saved": "Bytes of pieces and indexes that admissions of this rank did not pull because they were here.",
     "reuse_blocks_kept": "Blocks generated on this rank and kept for later requests.",
+    "reuse_blocks_not_offered": "Blocks generated on this rank that were not offered to a tier: too many waited for it, or they were not here whole.",
     "blocks_donated": "Blocks generated on this rank that a tier has taken.",
     "bytes_donated": "Bytes of blocks generated on this rank that a tier has taken.",
     "blocks_not_donated": "Blocks generated on this rank that no tier has taken: it would not, was full, or did not answer.",

@@ -41,9 +41,7 @@ class ArenaWriter:
 
     def __init__(self, arena: Arena, geometry: ArenaGeometry, layout: KVLayout):
         self.layout = layout
-        self.payloads = arena.bytes[: geometry.num_records * geometry.payload_stride].reshape(geometry.num_records, geometry.payload_stride)
-        end = geometry.index_base + geometry.num_records * geometry.index_stride
-        self.indexes = arena.bytes[geometry.index_base : end].reshape(geometry.num_records, geometry.index_stride)
+        self.payloads, self.indexes = geometry.rows(arena.bytes)
 
     def write(self, records: np.ndarray, generations: np.ndarray, block: torch.Tensor, summaries: torch.Tensor | None) -> np.ndarray:
         """Copies gathered pages and their indexes into ``records`` int64 [n] with ``generations`` uint64 [n]; returns their

@@ -111,7 +111,7 @@ class Restorer:
         """Raises ``IntegrityError``, ``BoundsError``."""
         geometry, size = self.client.welcome.geometry, self.layout.payload_bytes
         geometry.payload_offsets(records)  # are they all in the arena?
-        payloads = self.client.arena.bytes[: geometry.num_records * geometry.payload_stride].reshape(geometry.num_records, -1)
+        payloads, _ = geometry.rows(self.client.arena.bytes)
         for part in runs(records, max(1, BATCH_BYTES // size)):
             rows = payloads[records[part.start] : records[part.stop - 1] + 1, :size]
             verify_records(rows, roots[part], records[part], self.layout, peer=self.client.peer, room=None)

@@ -35,11 +35,9 @@ class Donations:
             records, _ = tier.table.reserve([hashes[i] for i in new.tolist()], 0)
             payloads, summaries = (np.frombuffer(raw, np.uint8).reshape(n, -1)[new] for raw in (request.payloads, request.summaries))
             digests = piece_digests(payloads, layout.pieces)
-            geometry = tier.geometry
-            end = geometry.index_base + geometry.num_records * geometry.index_stride
-            self.arena[: geometry.index_base].reshape(geometry.num_records, -1)[records, : layout.payload_bytes] = payloads
-            self.arena[geometry.index_base : end].reshape(geometry.num_records, -1)[records, : layout.index_bytes] = index_rows(
-                digests, summaries, tier.table.generation[records], layout)
+            payload_rows, indexes = tier.geometry.rows(self.arena)
+            payload_rows[records, : layout.payload_bytes] = payloads
+            indexes[records, : layout.index_bytes] = index_rows(digests, summaries, tier.table.generation[records], layout)
             tier.table.seal(records, roots(digests), [hashes[i] for i in new.tolist()], depths=request.depth + new)
             tier.table.unhold(records)
         tier.totals["pages_donated"] += len(new)

@@ -134,6 +134,12 @@ class ArenaGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise BoundsError("piece outside its record", limit=f"{layout.pieces} pieces")
         return self.payload_offsets(records) + pieces.astype(np.uint64) * np.uint64(layout.piece_bytes)
 
+    def rows(self, arena: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """``arena`` uint8 [size] as uint8 [num_records, payload_stride] and [num_records, index_stride]: views of both sections."""
+        payloads, indexes = self.num_records * self.payload_stride, self.num_records * self.index_stride
+        return (arena[:payloads].reshape(self.num_records, self.payload_stride),
+                arena[self.index_base : self.index_base + indexes].reshape(self.num_records, self.index_stride))
+
     def _checked(self, records: np.ndarray) -> np.ndarray:
         records = np.asarray(records)
         if records.size and (int(records.min()) < 0 or int(records.max()) >= self.num_records):

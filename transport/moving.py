@@ -238,8 +238,9 @@ class Moves:
         digests, summaries = verify_index(index, job.source_generations[span], job.roots[span], sources, layout, **about)
         verify_pieces(payloads.reshape(n * layout.pieces, layout.piece_bytes), digests.ravel(), np.repeat(sources, layout.pieces), **about)
         rows = index_rows(digests, summaries.reshape(n, -1), job.target_generations[span], layout)
-        _rows(self.arena, 0, own.num_records, own.payload_stride)[targets, : layout.payload_bytes] = payloads
-        _rows(self.arena, own.index_base, own.num_records, own.index_stride)[targets, : layout.index_bytes] = rows
+        payload_rows, indexes = own.rows(self.arena)
+        payload_rows[targets, : layout.payload_bytes] = payloads
+        indexes[targets, : layout.index_bytes] = rows
         job.landed += n
 
     def _give_back(self, flight: _Flight) -> None:
@@ -258,8 +259,3 @@ class Moves:
         if job in self._turns:
             self._turns.remove(job)
         self.send(Ended(job.order.number, job.nbytes, None if error is None else m.failure(error, 0), now - job.began))
-
-
-def _rows(arena: np.ndarray, base: int, n: int, stride: int) -> np.ndarray:
-    """uint8 [n, stride] view of ``arena`` from ``base`` on."""
-    return arena[base : base + n * stride].reshape(n, stride)

@@ -161,7 +161,7 @@ def test_the_counters_of_working_sets_move(stack, prompts):
               "cache_evicted": sets["host_cache"]["evicted"], "blocks_evicted": kept["blocks_evicted"]}
     elsewhere = {"waits", "waits_ended_by_bound", "plans_stale", "swaps_late"}  # test_sparse_lifecycle.py and chance
     drafts = {"verify_steps", "drafts_proposed", "drafts_accepted", "tokens_accepted", "lookahead_rows", "trust_wait_microseconds"}  # test_speculation.py
-    donated = {"blocks_donated", "bytes_donated", "blocks_not_donated"}  # tests/unit/test_donation.py
+    donated = {"blocks_donated", "bytes_donated", "blocks_not_donated", "reuse_blocks_not_offered"}  # tests/unit/test_donation.py
     crowded = {"cache_evicted", "blocks_evicted"}  # test_sparse_reuse.py
     assert {name for name in WORKING_SETS if not totals.get(name)} <= elsewhere | drafts | donated | crowded | {"fetched_wasted"}
 

@@ -9,6 +9,7 @@ from node_rig import until
 from sparse_rig import SUMMARY, Node
 from tier_bench import SEED
 
+from decode_node import reuse as reusing
 from transport import messages as m
 from transport.donation import Donations, refuse
 from transport.errors import ProtocolError
@@ -84,6 +85,17 @@ def test_a_tier_that_takes_nothing_is_offered_nothing_more(giving):
         answered(node, 3 * round_)
         assert node.puller.totals["blocks_not_donated"] == 3 * round_ and node.puller.totals["blocks_donated"] == 0
     assert node.world.tier.tier.totals["refused"] == 1
+    node.at_baseline()
+
+
+def test_what_too_many_wait_for_is_not_offered_and_counted(giving, monkeypatch):
+    node = giving(pages=80)
+    monkeypatch.setattr(reusing, "OUTSTANDING_BYTES", node.layout.payload_bytes)
+    req = node.arrive(400, 60)
+    node.admit(req)
+    node.run(req)
+    answered(node, 1)
+    assert node.puller.totals["blocks_donated"] == 1 and node.coordinator.reuse.totals["blocks_not_offered"] == 2
     node.at_baseline()
 
 
