@@ -12,7 +12,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -30,6 +31,8 @@ class Generation:
     output_ids: list[int]
     chunk_times: list[float]
     finish_reason: dict
+    chunk_tokens: list[int] = field(default_factory=list)
+    """Output tokens that each chunk brought."""
 
     @property
     def ttft_seconds(self) -> float:
@@ -59,21 +62,24 @@ def generate(
     if rid is not None:
         body["rid"] = rid
     start = time.perf_counter()
-    times, last = [], None
+    times, counts, last = [], [0], None
     for chunk in _stream(url + "/generate", body, timeout):
         times.append(time.perf_counter() - start)
+        counts.append(len(chunk["output_ids"]))
         last = chunk
     if last is None:
         raise GenerateError(f"{url} closed the stream without an answer")
     meta = last["meta_info"]
-    return Generation(meta["id"], meta["prompt_tokens"], last["output_ids"], times, meta["finish_reason"])
+    return Generation(meta["id"], meta["prompt_tokens"], last["output_ids"], times, meta["finish_reason"], [b - a for a, b in pairwise(counts)])
 
 
-def generate_on_pair(prefill: str, decode: str, bootstrap_port: int, input_ids: Sequence[int], **options) -> Generation:
+def generate_on_pair(
+    prefill: str, decode: str, bootstrap_port: int, input_ids: Sequence[int], *, bootstrap_host: str = "127.0.0.1", **options
+) -> Generation:
     """Does the router's part: one request to both workers of a pair, the answer is decode's. For fields of a request that
     the router does not pass on, such as ``custom_params``. Options as for ``generate``."""
     room = random.getrandbits(62)
-    pair = {"bootstrap_host": "127.0.0.1", "bootstrap_port": bootstrap_port, "bootstrap_room": room, **(options.pop("extra", None) or {})}
+    pair = {"bootstrap_host": bootstrap_host, "bootstrap_port": bootstrap_port, "bootstrap_room": room, **(options.pop("extra", None) or {})}
     options.setdefault("rid", f"pair-{room}")
     with ThreadPoolExecutor(1) as pool:
         # What decode says counts: a prompt that prefill cannot serve ends there too.

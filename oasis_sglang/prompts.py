@@ -46,25 +46,26 @@ class PromptMaker:
         return self._tokenizer.decode(list(ids))
 
     def chat(self, text: str) -> list[int]:
-        return self._chat(self.encode(text))
+        return self.wrapped(self.encode(text))
 
     def cut(self, text: str, tokens: int, *, skip: int = 0, question: str = _QUESTION) -> list[int]:
         """A chat of exactly ``tokens`` tokens: ``text`` from its token ``skip`` on, then the question."""
         question_ids = self.encode("\n\n" + question)
-        room = tokens - len(self._chat(question_ids))
+        room = tokens - len(self.wrapped(question_ids))
         # Characters enough for the tokens wanted; encoding all of a long text takes seconds.
         ids = self.encode(text[: (skip + tokens) * 12])[skip : skip + room]
         if room <= 0 or len(ids) < room:
             raise ValueError(f"cannot cut {tokens} tokens from {len(ids)} available after {skip}")
-        return self._chat(ids + question_ids)
+        return self.wrapped(ids + question_ids)
 
     def short(self) -> list[list[int]]:
         """Four questions without a text."""
         return [self.chat(question) for question in _SHORT]
 
-    def _chat(self, ids: list[int]) -> list[int]:
+    def wrapped(self, ids: list[int], begun: str = "") -> list[int]:
+        """What a user says, then the place of the answer, which begins with ``begun``."""
         head = self.encode("<|im_start|>user\n")
-        return [*head, *ids, *self.encode("<|im_end|>\n<|im_start|>assistant\n")]
+        return [*head, *ids, *self.encode("<|im_end|>\n<|im_start|>assistant\n" + begun)]
 
 
 def _read(paths: Iterable[Path]) -> str:

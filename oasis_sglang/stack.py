@@ -76,6 +76,16 @@ class StackSpec:
     max_total_tokens: int = 20_000
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where servers run: what starts them there, the address that serves HTTP there, and the one that other nodes are told."""
+
+    processes: Processes
+    front: str = HOST
+    wire: str = HOST
+    env: Environment = field(default_factory=dict)
+
+
 def import_environment() -> dict[str, str]:
     """Environment for ``Processes`` on this machine: OpenMP and Hugging Face read theirs while being imported."""
     environment = {"HF_HUB_OFFLINE": "1"}
@@ -84,9 +94,7 @@ def import_environment() -> dict[str, str]:
     return environment
 
 
-def worker_argv(
-    role: Role, spec: StackSpec, tier: str, addresses: Sequence[str], index: int = 0
-) -> tuple[list[str], dict[str, str | None]]:
+def worker_argv(role: Role, spec: StackSpec, tier: str, addresses: Sequence[str], index: int = 0) -> tuple[list[str], dict[str, str | None]]:
     """Flags and environment of one SGLang server, the ``index``-th in its role. ``tier``: the tier's socket, used by kind
     ``oasis`` only.
 
@@ -110,9 +118,7 @@ def worker_argv(
     flags = [*ours, *addresses, *spec.flags, *users]
     if spec.kind == "oasis":
         options = {"tier": tier, **spec.config}
-        return launch.worker_argv(
-            role, [*(f"{launch.PREFIX}{name}={value}" for name, value in options.items()), *flags]
-        )
+        return launch.worker_argv(role, [*(f"{launch.PREFIX}{name}={value}" for name, value in options.items()), *flags])
     stock = list(launch.CPU_FLAGS) if platform.wanted() else []
     stock += ["--page-size", "16"]  # as Oasis has it: the two are compared
     if role != "monolith":
@@ -137,15 +143,18 @@ class Stack:
         processes: Processes,
         *,
         run_dir: Path,
+        places: Mapping[str, Place] | None = None,
         progress: Progress = lambda line: None,
         ready_timeout: float = READY_TIMEOUT_S,
     ):
+        """``places``: by role (tier, memory, prefill, decode) where its servers run; the others run here, started by ``processes``."""
         self.spec = spec
         self.servers: dict[str, Server] = {}
         self.urls: dict[str, str] = {}
         self.bootstrap_ports: dict[str, int] = {}
         """Of each prefill worker; what a client that does without the router names as ``bootstrap_port``."""
         self._processes = processes
+        self._places = dict(places or {})
         self._run_dir = run_dir
         self._progress = progress
         self._ready_timeout = ready_timeout
@@ -163,6 +172,11 @@ class Stack:
     def url(self) -> str:
         """Where clients go."""
         return self.urls["monolith" if self.spec.kind == "monolith" else "router"]
+
+    @property
+    def bootstrap_host(self) -> str:
+        """Of the prefill workers."""
+        return self._place_of("prefill").front
 
     @property
     def bootstrap_port(self) -> int:
@@ -191,7 +205,7 @@ class Stack:
         try:
             self._note_segments()
             for roles in (("router",), ("prefill", "decode", "monolith"), ("tier",), ("memory",)):
-                _stop_together([server for server in servers if server.name.rstrip("0123456789") in roles])
+                _stop_together([server for server in servers if _role(server.name) in roles])
         finally:
             self.servers.clear()
             if self._scratch is not None:
@@ -223,37 +237,41 @@ class Stack:
         return total
 
     def _note_segments(self) -> None:
-        """Remember the shared memory that SGLang never unlinks, whichever way it ends (load snapshots).
-
-        Forked servers keep it in their scratch directory; this is for those started in the usual way.
-        """
+        """Remember the shared memory that SGLang never unlinks, whichever way it ends (load snapshots). Forked servers keep it in
+        their scratch directory; this is for those started in the usual way."""
         for server in self.servers.values():
             self._segments |= server.shared_segments()
 
     def _preload(self) -> None:
-        if platform.wanted() and not self._processes.preloaded:
-            self._progress("importing SGLang (10 to 40 s, once)")
-            self._processes.preload()
+        workers = ("monolith",) if self.spec.kind == "monolith" else ("prefill", "decode")
+        for processes in dict.fromkeys(self._place_of(role).processes for role in workers):
+            if platform.wanted() and not processes.preloaded:
+                self._progress("importing SGLang (10 to 40 s, once)")
+                processes.preload()
+
+    def _place_of(self, name: str) -> Place:
+        return self._places.get(_role(name)) or Place(self._processes)
 
     def _start_tiers(self) -> None:
         """Each waits for those that it will talk to; workers attach to a tier while they start, so it has to be there first."""
-        memory = {f"memory{index}": f"{HOST}:{free_port()}" for index in range(self.spec.memory_nodes)}
+        memory = {f"memory{index}": f"{self._place_of('memory').wire}:{free_port()}" for index in range(self.spec.memory_nodes)}
         for name, listen in memory.items():
             self._start_tier(name, listen)
         self._wait_ready(dict.fromkeys(memory, "/readyz"))
         more = ["--memory-nodes", ",".join(f"tcp://{listen}" for listen in memory.values())] if memory else []
         tiers = _numbered("tier", self.spec.prefills)
         for name in tiers:
-            self._start_tier(name, f"{HOST}:0", *more)
+            self._start_tier(name, f"{self._place_of(name).wire}:0", *more)
         self._wait_ready(dict.fromkeys(tiers, "/readyz"))
 
     def _start_tier(self, name: str, listen: str, *flags: str) -> None:
-        port = free_port()
+        http = f"{self._place_of(name).front}:{free_port()}"
         argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", self._socket(name)]
-        argv += ["--listen", listen, "--http", f"{HOST}:{port}", "--node", name]
+        argv += ["--listen", listen, "--http", http, "--node", name]
+        argv += [] if listen.startswith(HOST) else ["--allow-plaintext"]  # between hosts of one machine
         argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane, *flags, *self.spec.tier_flags]
         self._progress(f"starting {name}")
-        self.urls[name] = f"http://{HOST}:{port}"
+        self.urls[name] = f"http://{http}"
         self._run(name, argv)
 
     def _socket(self, tier: str) -> str:
@@ -284,9 +302,9 @@ class Stack:
         self._wait_ready({"router": "/readiness"})
 
     def _start_worker(
-        self, role: Role, name: str, *, index: int = 0, tier: str = "tier", flags: Sequence[str] = (), port: int = 0, host: str = HOST
+        self, role: Role, name: str, *, index: int = 0, tier: str = "tier", flags: Sequence[str] = (), port: int = 0, host: str | None = None
     ) -> None:
-        port = port or free_port()
+        port, host = port or free_port(), self._place_of(name).front if host is None else host
         addresses = ["--host", host, "--port", str(port), *flags]
         argv, env = worker_argv(role, self.spec, self._socket(tier), addresses, index)
         self.urls[name] = f"http://{_reachable(host)}:{port}"
@@ -297,24 +315,21 @@ class Stack:
             self._run(name, [sys.executable, "-P", "-m", "sglang.launch_server", *argv], env)
 
     def _serve(self, name: str, argv: Sequence[str], env: Environment) -> None:
-        log, env = self._place(name, env)
-        self.servers[name] = self._processes.serve(argv, log=log, env=env, name=name)
+        log, env = self._surroundings(name, env)
+        self.servers[name] = self._place_of(name).processes.serve(argv, log=log, env=env, name=name)
 
     def _run(self, name: str, argv: Sequence[str], env: Environment | None = None) -> None:
-        log, env = self._place(name, env or {})
-        self.servers[name] = self._processes.run(argv, log=log, env=env, name=name)
+        log, env = self._surroundings(name, env or {})
+        self.servers[name] = self._place_of(name).processes.run(argv, log=log, env=env, name=name)
 
-    def _place(self, name: str, env: Environment) -> tuple[Path, dict[str, str | None]]:
-        """Log file, and environment with a temporary directory of the server's own.
-
-        SGLang leaves five socket files behind in its temporary directory at every exit, and its metrics in one
-        of their own after a SIGKILL.
-        """
+    def _surroundings(self, name: str, env: Environment) -> tuple[Path, dict[str, str | None]]:
+        """Log file, and environment with a temporary directory of the server's own: SGLang leaves five socket files behind in it at
+        every exit, and its metrics in one of their own after a SIGKILL."""
         temporary = self._scratch / name
         metrics = temporary / "metrics"
         metrics.mkdir(parents=True)
         own = {"TMPDIR": str(temporary), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        return self._run_dir / f"{name}.log", {**own, **env, **self.spec.env}
+        return self._run_dir / f"{name}.log", {**own, **self._place_of(name).env, **env, **self.spec.env}
 
     def _wait_ready(self, paths: Mapping[str, str]) -> None:
         start = time.monotonic()
@@ -330,9 +345,7 @@ class Stack:
             now = time.monotonic()
             if waiting and now - start > self._ready_timeout:
                 name = next(iter(waiting))
-                raise StackError(
-                    f"{name} was not ready within {self._ready_timeout:.0f} s\n{_excerpt(self.servers[name])}"
-                )
+                raise StackError(f"{name} was not ready within {self._ready_timeout:.0f} s\n{_excerpt(self.servers[name])}")
             if waiting and now > next_line:
                 next_line += _PROGRESS_EVERY_S
                 self._progress(f"waiting for {' and '.join(waiting)} ({now - start:.0f} s)")
@@ -353,6 +366,10 @@ def can_listen(host: str, port: int) -> bool:
 
 def _reachable(host: str) -> str:
     return HOST if host in ("0.0.0.0", "::", "") else host
+
+
+def _role(name: str) -> str:
+    return name.rstrip("0123456789")
 
 
 def _numbered(name: str, count: int) -> list[str]:

@@ -22,42 +22,16 @@ import uuid
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-from quality_figures import Counted, divergence, grouped, kind, over_steps
+from quality_figures import Counted, grouped, kind
 from quality_prompts import LONG_TEXTS, cases, digest, long_case
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from oasis_sglang import models
+from oasis_sglang.bench.quality import FLAGS, Case, compare, force
 from oasis_sglang.client import Generation, generate_on_pair
 from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.stack import Stack, StackSpec, import_environment
-
-
-class Teacher(CustomLogitProcessor):
-    """Writes the logits of each row to ``custom_params["folder"]`` and leaves one token possible.
-
-    A verify forward has several rows of a request, of the steps from its newest token on. Those after a draft that is not the
-    forced token are of a text that never was, but they are of steps that a later forward takes again: what a step's file holds
-    in the end is from the row that was accepted.
-    """
-
-    def __call__(self, logits, custom_param_list=None):
-        import numpy
-
-        rows_of = {}
-        for row, params in zip(logits, custom_param_list):
-            request = params["__req__"]
-            ahead = rows_of[id(request)] = rows_of.get(id(request), -1) + 1
-            step = len(request.output_ids) + ahead
-            if step >= len(params["forced"]):
-                continue  # drafts go past the end
-            numpy.save(f"{params['folder']}/{step:05d}.npy", row.float().cpu().numpy())
-            kept = row[params["forced"][step]].clone()
-            row.fill_(float("-inf"))
-            row[params["forced"][step]] = kept
-        return logits
 
 
 class Asked(NamedTuple):
@@ -74,25 +48,13 @@ def state(stack: Stack) -> dict:
     return stack.server_info("decode")["internal_states"][0]["oasis"]
 
 
-def ask(stack: Stack, case, scratch: Path, own: dict) -> Asked:
+def ask(stack: Stack, case: Case, scratch: Path, own: dict) -> Asked:
     rid = f"{case.name}-{uuid.uuid4().hex[:8]}"
     folder = scratch / rid
-    folder.mkdir()
-    steps = len(case.continuation)
-    params = {"folder": str(folder), "forced": case.continuation, "oasis": own}
     before = state(stack)
-    answer = generate_on_pair(stack.urls["prefill"], stack.urls["decode"], stack.bootstrap_port, case.prompt, max_new_tokens=steps, rid=rid, timeout=1200,
-                              sampling={"custom_params": params}, extra={"custom_logit_processor": Teacher.to_str()})
-    if answer.output_ids != case.continuation:
-        raise SystemExit(f"{case.name}: the server did not follow the forced tokens")
+    answer = force(stack, case, folder, own, rid)
     after = state(stack)
     return Asked(folder, answer, after["requests"][rid], after, Counted.between(before, after))
-
-
-def compare(dense: Path, sparse: Path, steps: int) -> dict:
-    """Over the decode steps: KL(dense || sparse) in nats, and how often the most likely token is the same."""
-    kl, same = zip(*(divergence(*(np.load(folder / f"{step:05d}.npy") for folder in (dense, sparse))) for step in range(1, steps)))
-    return over_steps(np.array(kl), np.array(same))
 
 
 def row_of(case, budget: int, dense: Asked, sparse: Asked) -> dict:
@@ -151,8 +113,7 @@ def main() -> None:
     if args.warmup is not None:
         options["warmup_steps"] = args.warmup
     options |= dict(args.set)
-    # The processor counts on tokens being in a request's output before the next forward.
-    flags = ("--enable-custom-logit-processor", "--context-length", "8192", "--disable-overlap-schedule")
+    flags = (*FLAGS, "--context-length", "8192")
     drafts = ("--speculative-algorithm", "OASIS_NGRAM", "--speculative-num-draft-tokens", str(args.draft)) if args.draft else ()
     measured: list[tuple[dict, Counted]] = []
     with tempfile.TemporaryDirectory(prefix="oasis-quality-") as folder:

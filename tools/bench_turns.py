@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import re
 import shutil
@@ -40,12 +39,12 @@ from typing import NamedTuple
 
 import turns
 from bench_quality import ask as ask_forced
-from bench_quality import compare, option, state
+from bench_quality import option, state
 from quality_figures import mean
-from quality_prompts import Case
 from turns import Heard, Round, Transcript
 
 from oasis_sglang import models
+from oasis_sglang.bench.quality import FLAGS, Case, compare
 from oasis_sglang.client import Generation, generate
 from oasis_sglang.launch import NO_REUSE
 from oasis_sglang.processes import Processes
@@ -289,13 +288,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="oasis-turns-") as scratch:
         folder = args.logs or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        # Servers import the processor that forces tokens.
-        path = os.pathsep.join(filter(None, (str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH"))))
-        with Processes(log=folder / "zygote.log", env={**import_environment(), "PYTHONPATH": path}) as processes:
+        with Processes(log=folder / "zygote.log", env=import_environment()) as processes:
             for chosen in systems:
                 rows[chosen.name], caches[chosen.name] = run(chosen, rounds, args.own, token_bytes, processes, folder / chosen.name, maker)
-            forced = ("--enable-custom-logit-processor", "--disable-overlap-schedule")
-            kl = [quality(transcripts[0], budget, lambda name: make(name, *forced), processes, folder, maker, Path(scratch))
+            kl = [quality(transcripts[0], budget, lambda name: make(name, *FLAGS), processes, folder, maker, Path(scratch))
                   for budget in filter(None, args.quality.split(","))]
     of = summary(rows, systems) if systems else {}
     result = {"settings": {k: v for k, v in vars(args).items() if k not in ("json", "logs")}, "options": options, "prompts": turns.digest(transcripts),

@@ -1,11 +1,9 @@
-"""Figures of ``bench_quality.py``: divergence of forced continuations, and what the decode node counted meanwhile. Pure functions."""
+"""Figures of ``bench_quality.py``: what the decode node counted while answers were forced, and means by group. Pure functions."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-
-import numpy as np
 
 from oasis_sglang.top import counters, growth, layers, shares
 
@@ -18,23 +16,6 @@ MEANS = ("kl", "kl_first_8", "top1", "admitted", "lifetime", "ttft_seconds", "it
 def kind(case: str) -> str:
     """The workload a case belongs to: ``code`` for ``code_heapq``."""
     return case.partition("_")[0]
-
-
-def divergence(dense: np.ndarray, sparse: np.ndarray) -> tuple[float, bool]:
-    """Of one step's logits float [vocabulary] each: KL(dense || sparse) in nats, and whether the most likely token is the same."""
-    a, b = (row - np.logaddexp.reduce(row) for row in (dense.astype(np.float64), sparse.astype(np.float64)))
-    return float((np.exp(a) * (a - b)).sum()), bool(a.argmax() == b.argmax())
-
-
-def over_steps(kl: np.ndarray, same: np.ndarray) -> dict:
-    """``kl`` float64 [n], ``same`` bool [n]: of the decode steps in order."""
-    figures = {"kl": float(kl.mean()), "kl_first_8": float(kl[:8].mean()), "kl_p95": float(np.quantile(kl, 0.95)), "kl_worst_token": float(kl.max()),
-               "top1": float(same.mean())}
-    if len(kl) >= 1000:
-        thousands = len(kl) // 1000
-        figures |= {"kl_by_thousand": [float(part.mean()) for part in np.array_split(kl, thousands)],
-                    "top1_by_thousand": [float(part.mean()) for part in np.array_split(same, thousands)]}
-    return figures
 
 
 class Counted:

@@ -10,8 +10,8 @@ import json
 import pydoc_data.topics
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
+from oasis_sglang.bench.quality import Case
 from oasis_sglang.prompts import PromptMaker
 
 TOKENS = 6000
@@ -33,14 +33,6 @@ CHAT_ANSWER = ("The two chapters treat errors differently. The first one describ
 DOC_ANSWER = ("The module works with decimal numbers as people write them. A context holds the precision, the rounding and the traps for signals such "
               "as division by zero. An operation is computed exactly and then rounded to the precision of the context. Numbers keep trailing zeros, "
               "so that 1.30 plus 1.20 is 2.50.")
-
-
-class Case(NamedTuple):
-    """``prompt`` and ``continuation`` are token ids."""
-
-    name: str
-    prompt: list[int]
-    continuation: list[int]
 
 
 def _source(name: str) -> str:

@@ -280,8 +280,10 @@ class TierServer:
     def _state(self) -> dict:
         nodes = [{"address": a, "control": self.links.control(a), "connected": self.links.connected(a), "down": self.nodes.is_down(a)}
                  for a in (self.nodes.addresses if self.nodes else ())]
+        geometry = self.tier.geometry
         return {"epoch": self.epoch, "control": self.control, "node": self.node, "memory_nodes": nodes,
-                "inventory": self.tier.inventory(), "totals": dict(self.tier.totals)}
+                "inventory": self.tier.inventory(), "record_bytes": geometry.payload_stride + geometry.index_stride if geometry else 0,
+                "totals": dict(self.tier.totals)}
 
     def _spawn(self, work) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -26,13 +26,19 @@ def say(line: str) -> None:
 
 @contextmanager
 def processes(run_dir: Path | None) -> Iterator[tuple[Processes, Path]]:
-    """Processes for stacks and the directory of their logs; everything is stopped at the end.
-
-    The first SIGINT or SIGTERM raises KeyboardInterrupt, further ones are ignored: stopping is bounded by itself,
-    and interrupting it is how processes get left behind.
-    """
+    """Processes for stacks and the directory of their logs; everything is stopped at the end, also when interrupted."""
     from oasis_sglang.processes import Processes
     from oasis_sglang.stack import import_environment
+
+    directory = run_dir or _new_run_directory()
+    interrupt_once()
+    with Processes(log=directory / "zygote.log", env=import_environment()) as started:
+        yield started, directory
+
+
+def interrupt_once() -> None:
+    """From now on the first SIGINT or SIGTERM raises KeyboardInterrupt, further ones are ignored: stopping is bounded by itself, and
+    interrupting it is how processes get left behind."""
 
     def interrupt(*_) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -41,9 +47,6 @@ def processes(run_dir: Path | None) -> Iterator[tuple[Processes, Path]]:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
-    directory = run_dir or _new_run_directory()
-    with Processes(log=directory / "zygote.log", env=import_environment()) as started:
-        yield started, directory
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import csv
 import json
 from pathlib import Path
 
-from oasis_sglang.study.plot import chart
+from oasis_sglang import charts
 from oasis_sglang.study.policies import Setting, label
 from oasis_sglang.study.table import Row, Study
 
@@ -52,17 +52,19 @@ def write(folder: Path, study: Study, about: dict) -> None:
     (folder / "table.md").write_text(f"{about_lines}\nMeans over all cases. Bytes are shares of the prompt's KV; the worst head and its missed mass are of the "
                                      f"worst case.\n\n{markdown(study)}")
     for figure, title in CHARTS.items():
-        (folder / f"{figure}.svg").write_text(chart(title, "budget, tokens", figure, by_budget(study, figure)))
-    curves = {name: (list(range(1, len(curve) + 1)), list(curve)) for name, curve in zip(names, study.curves)}
-    (folder / "lifetime.svg").write_text(chart("pulled until each token of the answer, share of the prompt's KV", "token of the answer", "share", curves))
+        drawn = charts.Lines(title, "budget, tokens", figure, by_budget(study, figure), ticks={s.budget: str(s.budget) for s in study.settings})
+        (folder / f"{figure}.png").write_bytes(charts.png(drawn))
+    curves = {name: charts.Line(range(1, len(curve) + 1), curve) for name, curve in zip(names, study.curves)}
+    drawn = charts.Lines("pulled until each token of the answer, share of the prompt's KV", "token of the answer", "share", curves)
+    (folder / "lifetime.png").write_bytes(charts.png(drawn))
 
 
-def by_budget(study: Study, figure: str) -> dict[str, tuple[list[float], list[float]]]:
-    """A line of (budgets, values of ``figure``) for all settings that differ in nothing else."""
+def by_budget(study: Study, figure: str) -> dict[str, charts.Line]:
+    """A line of budgets and values of ``figure`` for all settings that differ in nothing else."""
     lines: dict[Setting, list[tuple[float, float]]] = {}
     for setting, mean in zip(study.settings, study.means):
         lines.setdefault(setting._replace(budget=0), []).append((setting.budget, getattr(mean, figure)))
-    return {label(key, list(lines)): tuple(map(list, zip(*sorted(points)))) for key, points in lines.items()}
+    return {label(key, list(lines)): charts.Line(*map(list, zip(*sorted(points)))) for key, points in lines.items()}
 
 
 def _line(values: list[str]) -> str:

@@ -16,9 +16,10 @@ from pathlib import Path
 import matrix
 import namespaces
 import pytest
-from namespaces import Host, bridged, serve_worker, wire_environment, within
+from namespaces import enter, serve_worker
 from pd import Post, next_room, wait_for
 
+from oasis_sglang.hosts import Host, bridged, within
 from oasis_sglang.processes import Processes, Server
 from oasis_sglang.stack import get_json, import_environment, probe
 from prefill_node.query_tap import WINDOW
@@ -40,10 +41,10 @@ class Cluster:
     servers: dict[str, Server] = field(default_factory=dict)
 
     def url(self, name: str) -> str:
-        return f"http://{self.hosts[name].address}:{WORKER}"
+        return f"http://{self.hosts[name].wire.address}:{WORKER}"
 
     def tier(self, name: str) -> dict:
-        return get_json(f"http://{self.hosts[name].address}:{HTTP}/state")
+        return get_json(f"http://{self.hosts[name].wire.address}:{HTTP}/state")
 
     def report(self, name: str) -> dict:
         return get_json(self.url(name) + "/server_info")["internal_states"][0]["oasis"]
@@ -51,7 +52,7 @@ class Cluster:
     def request(self, prefill: str, prompt: list[int], tokens: int = TOKENS) -> dict:
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": {"oasis": {"mode": "exact"}}}
         room = next_room()
-        return {"input_ids": prompt, "sampling_params": sampling, "bootstrap_host": self.hosts[prefill].address, "bootstrap_port": BOOTSTRAP,
+        return {"input_ids": prompt, "sampling_params": sampling, "bootstrap_host": self.hosts[prefill].wire.address, "bootstrap_port": BOOTSTRAP,
                 "bootstrap_room": room, "rid": f"room-{room}"}
 
     def ask(self, prefill: str, decode: str, prompt: list[int]) -> list[int]:
@@ -65,8 +66,8 @@ class Cluster:
         """Payload of both hops by our counters, and bytes on the wires to and from the memory nodes and from prefill nodes."""
         return {"filled": sum(self.tier(name)["totals"].get("bytes_filled", 0) for name in MEMORY),
                 "landed": sum(self.report(name)["plane"]["landed_bytes"] for name in DECODES),
-                "to_memory": sum(self.hosts[name].heard() for name in MEMORY), "from_memory": sum(self.hosts[name].said() for name in MEMORY),
-                **{f"from_{name}": self.hosts[name].said() for name in PREFILLS}}
+                "to_memory": sum(self.hosts[name].wire.heard() for name in MEMORY), "from_memory": sum(self.hosts[name].wire.said() for name in MEMORY),
+                **{f"from_{name}": self.hosts[name].wire.said() for name in PREFILLS}}
 
     def held_by_memory(self, what: str) -> int:
         return sum(self.tier(name)["inventory"][what] for name in MEMORY)
@@ -75,14 +76,14 @@ class Cluster:
         """The whole host at once: worker, tier, cable."""
         for server in (self.servers[prefill], self.servers[f"{prefill}-tier"]):
             server.signal(signal.SIGKILL, group=True)
-        self.hosts[prefill].cut()
+        self.hosts[prefill].wire.cut()
 
 
 @pytest.fixture(scope="module")
 def cluster(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory-node")
     with ExitStack() as stack:
-        hosts = stack.enter_context(bridged([*PREFILLS, *DECODES, *MEMORY]))
+        hosts, _ = enter(stack, bridged([*PREFILLS, *DECODES, *MEMORY]))
         processes = {name: stack.enter_context(within(host.namespace, lambda name=name: Processes(log=folder / f"{name}-zygote.log", env=import_environment())))
                      for name, host in hosts.items()}
         with ThreadPoolExecutor(2) as pool:
@@ -94,9 +95,9 @@ def cluster(models, tmp_path_factory):
             """Its socket for workers."""
             socket = str(processes[host.name].scratch / "tier.sock")
             made.servers[name] = processes[host.name].run(
-                [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", socket, "--listen", f"{host.address}:{CONTROL}",
-                 "--http", f"{host.address}:{HTTP}", "--node", host.name, "--arena-bytes", "256MiB", "--data-plane", "nixl", "--allow-plaintext", *flags],
-                log=folder / f"{name}.log", env=wire_environment(host.device), name=name)
+                [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", socket, "--listen", f"{host.wire.address}:{CONTROL}",
+                 "--http", f"{host.wire.address}:{HTTP}", "--node", host.name, "--arena-bytes", "256MiB", "--data-plane", "nixl", "--allow-plaintext", *flags],
+                log=folder / f"{name}.log", env=host.wire.env, name=name)
             return socket
 
         def ready(names: dict[str, str]) -> None:
@@ -106,15 +107,15 @@ def cluster(models, tmp_path_factory):
 
         for name in MEMORY:
             serve_tier(name, hosts[name])
-        ready({name: f"http://{hosts[name].address}:{HTTP}/readyz" for name in MEMORY})
-        nodes = ",".join(f"tcp://{hosts[name].address}:{CONTROL}" for name in MEMORY)
+        ready({name: f"http://{hosts[name].wire.address}:{HTTP}/readyz" for name in MEMORY})
+        nodes = ",".join(f"tcp://{hosts[name].wire.address}:{CONTROL}" for name in MEMORY)
         sockets = {name: serve_tier(f"{name}-tier", hosts[name], "--memory-nodes", nodes) for name in PREFILLS}
-        ready({f"{name}-tier": f"http://{hosts[name].address}:{HTTP}/readyz" for name in PREFILLS})
+        ready({f"{name}-tier": f"http://{hosts[name].wire.address}:{HTTP}/readyz" for name in PREFILLS})
         for name in (*PREFILLS, *DECODES):
             role = name.rstrip("01")
             options = ("--oasis-tier", sockets[name]) if role == "prefill" else (
                 "--oasis-hold-reads-file", str(made.hold), "--oasis-silence-seconds", "5", "--oasis-await-seconds", "120")
-            made.servers[name] = serve_worker(processes[name], role, models.s4, hosts[name].address, WORKER, BOOTSTRAP, hosts[name].device, folder / name, *options)
+            made.servers[name] = serve_worker(processes[name], role, models.s4, hosts[name].wire, WORKER, BOOTSTRAP, folder / name, *options)
         ready({name: made.url(name) + "/health" for name in (*PREFILLS, *DECODES)})
         yield made
 

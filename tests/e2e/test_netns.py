@@ -1,92 +1,79 @@
 """Wire bytes by an independent meter: the interface counters between two network namespaces.
 
-Tier and prefill are one host, decode another; between them a veth pair. NIXL runs over TCP, nothing can take a short cut
+Tier and prefill are one host, decode another; between them a wire. NIXL runs over TCP, nothing can take a short cut
 through shared memory. Needs root and iproute2.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import matrix
 import namespaces
 import numpy as np
 import pytest
-from namespaces import ip, make_namespace, serve_worker, wire_environment, within
+from namespaces import enter, serve_worker
 from pd import Post, next_room, wait_for
 
 from decode_node.pull import PHASES
+from oasis_sglang.hosts import HostsError, bridged, within
 from oasis_sglang.processes import Processes
 from oasis_sglang.stack import free_port, get_json, import_environment, probe
-
-NEAR, FAR = "10.231.7.1", "10.231.7.2"
 
 pytestmark = namespaces.marks
 
 
 @pytest.fixture(scope="module")
-def namespace():
-    """(name of the far namespace, near end of the wire to it, far end)"""
-    name, near, far = f"oasis-{os.getpid()}", f"on{os.getpid() % 100000}", f"of{os.getpid() % 100000}"
-    make_namespace(name)
-    try:
-        ip("link", "add", near, "type", "veth", "peer", "name", far, "netns", name)
-        ip("addr", "add", f"{NEAR}/30", "dev", near)
-        ip("link", "set", near, "up")
-        for words in (("addr", "add", f"{FAR}/30", "dev", far), ("link", "set", far, "up"), ("link", "set", "lo", "up")):
-            ip("-n", name, *words)
-        yield name, near, far
-    finally:
-        ip("netns", "del", name)
+def wire():
+    """(this end of a wire, the far end's host)"""
+    with ExitStack() as undo:
+        hosts, near = enter(undo, bridged(["far"]))
+        yield near, hosts["far"]
 
 
 @contextmanager
-def two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane, *options):
-    """(prefill's URL, decode's URL, bootstrap port, decode's report) of a running pair on two hosts. ``options``: decode's."""
+def two_hosts(processes, far_processes, wire, models, tmp_path, data_plane, *options):
+    """(prefill's URL, decode's URL, bootstrap address and port, decode's report) of a running pair on two hosts. ``options``: decode's."""
     servers = []
-    # The near host has other interfaces too, which the far one cannot reach.
-    devices = {NEAR: namespace[1], FAR: namespace[2]}
+    near, far = wire[0], wire[1].wire
     tier_http, bootstrap = free_port(), free_port()
     sock = str(Path(processes.scratch) / f"netns-{data_plane}.sock")
 
-    def start(where, role, host, *flags):
+    def start(where, role, there, *flags):
         port = free_port()
-        servers.append(serve_worker(where, role, models.s4, host, port, bootstrap, devices[host], tmp_path / f"{role}-{data_plane}", *flags))
-        return f"http://{host}:{port}"
+        servers.append(serve_worker(where, role, models.s4, there, port, bootstrap, tmp_path / f"{role}-{data_plane}", *flags))
+        return f"http://{there.address}:{port}"
 
     try:
         servers.append(processes.run(
-            [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", sock, "--listen", f"{NEAR}:0", "--http", f"127.0.0.1:{tier_http}",
-             "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env=wire_environment(devices[NEAR]), name="tier"))
+            [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", sock, "--listen", f"{near.address}:0", "--http", f"127.0.0.1:{tier_http}",
+             "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env=near.env, name="tier"))
         wait_for(lambda: probe(f"http://127.0.0.1:{tier_http}/readyz"), "the tier is ready")
-        prefill = start(processes, "prefill", NEAR, "--oasis-tier", sock)
-        decode = start(far_processes, "decode", FAR, "--oasis-data-plane", data_plane, *options)
+        prefill = start(processes, "prefill", near, "--oasis-tier", sock)
+        decode = start(far_processes, "decode", far, "--oasis-data-plane", data_plane, *options)
         for server, url in zip(servers[1:], (prefill, decode)):
             wait_for(lambda s=server, u=url: s.poll() is not None or probe(u + "/health"), f"{server.name} serves", 180)
             assert server.poll() is None, server.tail()
-        yield prefill, decode, bootstrap, lambda: get_json(decode + "/server_info")["internal_states"][0]["oasis"]
+        yield prefill, decode, (near.address, bootstrap), lambda: get_json(decode + "/server_info")["internal_states"][0]["oasis"]
     finally:
         for server in reversed(servers):
             server.stop()
 
 
 @pytest.fixture(scope="module")
-def far_processes(namespace, tmp_path_factory):
+def far_processes(wire, tmp_path_factory):
     log = tmp_path_factory.mktemp("far") / "zygote.log"
-    with within(namespace[0], lambda: Processes(log=log, env=import_environment())) as far:
+    with within(wire[1].namespace, lambda: Processes(log=log, env=import_environment())) as far:
         far.preload()
         yield far
 
 
 def answer(prefill, decode, bootstrap, prompt, oasis, tokens=16):
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, "custom_params": {"oasis": oasis}}
-    request = {"input_ids": prompt, "sampling_params": sampling, "bootstrap_host": NEAR, "bootstrap_port": bootstrap,
+    request = {"input_ids": prompt, "sampling_params": sampling, "bootstrap_host": bootstrap[0], "bootstrap_port": bootstrap[1],
                "bootstrap_room": next_room(), "rid": f"wire-{time.monotonic_ns()}"}
     Post(prefill, request)
     reply = Post(decode, request).result()
@@ -98,21 +85,20 @@ LONG = (8, 7, 6)
 
 
 @pytest.mark.parametrize("data_plane", ["nixl", "zmq"])
-def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, namespace, models, goldens, prompt_maker, text, tmp_path, data_plane):
+def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, wire, models, goldens, prompt_maker, text, tmp_path, data_plane):
     prompts = matrix.prompts(prompt_maker, text)
     expected = goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)
-    counter = Path(f"/sys/class/net/{namespace[1]}/statistics/tx_bytes")
     processes.preload()
-    with two_hosts(processes, far_processes, namespace, models, tmp_path, data_plane) as (prefill, decode, bootstrap, report):
+    with two_hosts(processes, far_processes, wire, models, tmp_path, data_plane) as (prefill, decode, bootstrap, report):
 
         def ask(index, oasis):
             return answer(prefill, decode, bootstrap, prompts[index], oasis)
 
         def measured(oasis):
             """Answers to three long prompts; payload by the data plane's own meter, by the counters, and bytes on the wire."""
-            before, meter = report(), int(counter.read_text())
+            before, meter = report(), wire[1].wire.heard()
             answers = [ask(index, oasis) for index in LONG]
-            on_the_wire = int(counter.read_text()) - meter
+            on_the_wire = wire[1].wire.heard() - meter
             after = report()
             counted = sum(after["totals"].get(f"bytes_{phase}", 0) - before["totals"].get(f"bytes_{phase}", 0) for phase in PHASES if phase != "manifest")
             return answers, after["plane"]["landed_bytes"] - before["plane"]["landed_bytes"], counted, on_the_wire
@@ -131,28 +117,28 @@ def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, names
     assert 1.0 <= ratios[1] <= 1.06, "with manifests, rankings and a descriptor per piece"
 
 
-RATE = "200mbit"
+RATE = "100mbit"
 
 
-@pytest.mark.skipif(shutil.which("tc") is None, reason="NOT RUN: a rate limit needs tc")
-def test_reads_are_in_flight_while_forwards_run(processes, far_processes, namespace, models, prompt_maker, text, tmp_path):
-    """Over a wire of 200 Mbit/s what a step asks for takes longer than a forward: the steps go on meanwhile, and take it when it is there.
+@namespaces.needs_tc
+def test_reads_are_in_flight_while_forwards_run(processes, far_processes, wire, models, prompt_maker, text, tmp_path):
+    """Over a wire of 100 Mbit/s what a step asks for takes longer than a forward: the steps go on meanwhile, and take it when it is there.
     The host cache holds little more than one working set, so that blocks which come back are pulled again."""
     prompts = matrix.prompts(prompt_maker, text)
     processes.preload()
     traces = tmp_path / "traces"
     try:
-        subprocess.run(["tc", "qdisc", "add", "dev", namespace[1], "root", "tbf", "rate", RATE, "burst", "64kb", "latency", "400ms"], check=True, capture_output=True)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"NOT RUN: no rate limit here: {error.stderr.decode()}")
+        wire[1].wire.limit(RATE)
+    except HostsError as error:
+        pytest.skip(f"NOT RUN: {error}")
     options = ("--oasis-budget-tokens", "512", "--oasis-fetch-blocks-per-step", "0", "--oasis-host-cache-bytes", "4MiB",
                "--oasis-trace-dir", str(traces))
     try:
-        with two_hosts(processes, far_processes, namespace, models, tmp_path, "nixl", *options) as (prefill, decode, bootstrap, report):
+        with two_hosts(processes, far_processes, wire, models, tmp_path, "nixl", *options) as (prefill, decode, bootstrap, report):
             assert len(answer(prefill, decode, bootstrap, prompts[8], {}, tokens=40)) == 40
             steps = report()["working_sets"]["steps"]
     finally:
-        subprocess.run(["tc", "qdisc", "del", "dev", namespace[1], "root"], check=True)
+        wire[1].wire.limit(None)
     forwards = [(float(f["began"]), float(f["ended"])) for f in map(np.load, sorted(traces.glob("*-forward.npz")))]
     reads = [(float(f["posted"]), float(f["landed"]), int(f["bytes"])) for f in map(np.load, sorted(traces.glob("*-read.npz"))) if f["phase"] == "on_demand"]
     assert len(forwards) == 39 and sum(size for *_, size in reads) > 2_000_000

@@ -1,71 +1,16 @@
-"""The quality bench: forced tokens with and without drafts, and figures of what a node counted."""
+"""The quality tool's figures of what a node counted."""
 
 from __future__ import annotations
 
-import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
-from bench_quality import Teacher, option  # noqa: E402
-from quality_figures import Counted, divergence, grouped, kind, over_steps  # noqa: E402
-
-VOCABULARY = 12
-
-
-def true_logits(history: list[int]) -> torch.Tensor:
-    """float32 [VOCABULARY] of a model that looks at everything before: no two histories give the same."""
-    return torch.from_numpy(np.random.default_rng(history).normal(size=VOCABULARY).astype(np.float32))
-
-
-def request(folder, forced: list[int], output: list[int]) -> dict:
-    return {"folder": str(folder), "forced": forced, "__req__": SimpleNamespace(output_ids=output)}
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_the_teacher_leaves_each_steps_true_logits_whatever_is_drafted(tmp_path, rows):
-    """Two requests with drafts that are right, wrong, or right again after a wrong one, to past their ends."""
-    rng = random.Random(rows)
-    texts = [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (23, 17)]
-    outputs: list[list[int]] = [[], []]
-    folders = [tmp_path / str(i) for i in range(2)]
-    for folder in folders:
-        folder.mkdir()
-    accepted_several = False
-    while running := [i for i in range(2) if len(outputs[i]) < len(texts[i])]:
-        drafts = {i: [texts[i][s] if s < len(texts[i]) and rng.random() < 0.7 else rng.randrange(VOCABULARY)
-                      for s in range(len(outputs[i]), len(outputs[i]) + rows - 1)] for i in running}
-        params = {i: request(folders[i], texts[i], outputs[i]) for i in running}
-        logits = torch.stack([true_logits(outputs[i] + drafts[i][:n]) for i in running for n in range(rows)])
-        chosen = Teacher()(logits, [params[i] for i in running for _ in range(rows)]).argmax(-1).view(len(running), rows).tolist()
-        for i, tokens in zip(running, chosen):
-            right = next((n for n, draft in enumerate(drafts[i]) if draft != tokens[n]), rows - 1)
-            accepted_several |= right > 0
-            outputs[i] = (outputs[i] + tokens[: right + 1])[: len(texts[i])]
-    assert outputs == texts and accepted_several == (rows > 1)
-    for folder, text in zip(folders, texts):
-        assert sorted(p.name for p in folder.iterdir()) == [f"{step:05d}.npy" for step in range(len(text))]
-        for step in range(len(text)):
-            assert np.array_equal(np.load(folder / f"{step:05d}.npy"), true_logits(text[:step]).numpy()), step
-
-
-def test_divergence_is_kl_of_the_softmaxes():
-    dense, sparse = np.log(np.array([0.5, 0.25, 0.25], np.float32)), np.log(np.array([0.25, 0.5, 0.25], np.float32)) + 3
-    kl, same = divergence(dense, sparse)
-    assert kl == pytest.approx(0.5 * np.log(2) - 0.25 * np.log(2), abs=1e-6) and not same
-    assert divergence(dense, dense + 7) == (pytest.approx(0, abs=1e-6), True)
-
-
-def test_over_steps_takes_the_first_eight_apart():
-    found = over_steps(np.array([1.0] * 8 + [0.0] * 24), np.array([False] * 8 + [True] * 24))
-    assert (found["kl"], found["kl_first_8"], found["kl_worst_token"], found["top1"]) == (0.25, 1.0, 1.0, 0.75)
-    assert over_steps(np.arange(2000.0), np.ones(2000, bool))["kl_by_thousand"] == [499.5, 1499.5]
+from bench_quality import option  # noqa: E402
+from quality_figures import Counted, grouped, kind  # noqa: E402
 
 
 def report(steps: dict, mass: list[float] | None = None, counts: list[int] | None = None) -> dict:

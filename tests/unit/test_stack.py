@@ -10,7 +10,7 @@ import pytest
 
 from oasis_sglang import stack as stack_module
 from oasis_sglang.processes import Processes
-from oasis_sglang.stack import Stack, StackError, StackSpec, free_port, probe, worker_argv
+from oasis_sglang.stack import Place, Stack, StackError, StackSpec, free_port, probe, worker_argv
 
 FAKE_SERVER = """
 import http.server, json, os, signal, sys
@@ -18,7 +18,7 @@ import http.server, json, os, signal, sys
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         body = json.dumps({"argv": sys.argv[1:], "config": os.environ.get("SGLANG_OASIS_CONFIG"),
-                           "tmp": os.environ["TMPDIR"]}).encode()
+                           "tmp": os.environ["TMPDIR"], "told": os.environ.get("SGLANG_HOST_IP"), "parent": os.getppid()}).encode()
         self.send_response(503 if "--never-ready" in sys.argv else 200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -38,8 +38,8 @@ signal.signal(signal.SIGTERM, ended)
 print("arguments", *sys.argv[1:], flush=True)
 if "--fail" in sys.argv:
     raise SystemExit("cannot start: no such thing")
-address = option("--http").split(":")[1] if "--http" in sys.argv else option("--port")
-http.server.ThreadingHTTPServer(("127.0.0.1", int(address)), Handler).serve_forever()
+host, port = option("--http").split(":") if "--http" in sys.argv else (option("--host"), option("--port"))
+http.server.ThreadingHTTPServer((host, int(port)), Handler).serve_forever()
 """
 
 
@@ -49,19 +49,20 @@ def make_stack(tmp_path, monkeypatch):
     script = tmp_path / "fake.py"
     script.write_text(FAKE_SERVER)
     monkeypatch.setattr(stack_module.platform, "wanted", lambda: False)
-    with Processes(log=tmp_path / "zygote.log", env={"ORDER": str(tmp_path / "order")}) as processes:
-        real_run = processes.run
+    real_run = Processes.run
 
-        def run(argv, *, name, **rest):
-            return real_run([sys.executable, str(script), name, *argv], name=name, **rest)
+    def run(self, argv, *, name, **rest):
+        return real_run(self, [sys.executable, str(script), name, *argv], name=name, **rest)
 
-        monkeypatch.setattr(processes, "run", run)
+    monkeypatch.setattr(Processes, "run", run)
+    environment = {"ORDER": str(tmp_path / "order")}
+    with Processes(log=tmp_path / "zygote.log", env=environment) as processes:
 
-        def make(kind="oasis", timeout=20.0, **spec):
+        def make(kind="oasis", timeout=20.0, places=None, **spec):
             spec = StackSpec(kind, Path("/model"), **spec)
-            return Stack(spec, processes, run_dir=tmp_path / "run", ready_timeout=timeout)
+            return Stack(spec, processes, run_dir=tmp_path / "run", ready_timeout=timeout, places=places)
 
-        make.processes = processes
+        make.processes, make.environment = processes, environment
         yield make
 
 
@@ -126,6 +127,35 @@ def test_several_workers_and_memory_nodes(make_stack, tmp_path):
     order = (tmp_path / "order").read_text().split()
     assert order[0] == "router" and sorted(order[1:5]) == ["decode", "decode1", "prefill", "prefill1"]
     assert sorted(order[5:7]) == ["tier", "tier1"] and sorted(order[7:]) == ["memory0", "memory1"]
+
+
+def test_servers_are_put_where_their_role_is(make_stack, tmp_path):
+    """Started by whom their place says, on the address of its front; peers are told the other one."""
+    with Processes(log=tmp_path / "far.log", env=make_stack.environment) as far:
+        near = Place(make_stack.processes, "127.0.0.2", "127.0.1.2", {"SGLANG_HOST_IP": "127.0.1.2"})
+        away = Place(far, "127.0.0.3", "127.0.1.3", {"SGLANG_HOST_IP": "127.0.1.3"})
+        with make_stack(places={"tier": near, "memory": near, "prefill": near, "decode": away}, prefills=2, memory_nodes=1) as stack:
+            told = {name: fetch(url) for name, url in stack.urls.items()}
+            argv = {name: entry["argv"] for name, entry in told.items()}
+            assert {name: entry["told"] for name, entry in told.items()} == {
+                **dict.fromkeys(("memory0", "tier", "tier1", "prefill", "prefill1"), "127.0.1.2"), "decode": "127.0.1.3", "router": None}
+            assert len({told[name]["parent"] for name in told if name != "decode"}) == 1 and told["decode"]["parent"] != told["router"]["parent"]
+            assert all(stack.urls[name].startswith("http://127.0.0.2:") for name in ("memory0", "tier", "tier1", "prefill", "prefill1"))
+            assert stack.urls["decode"].startswith("http://127.0.0.3:") and value(argv["decode"], "--host") == "127.0.0.3"
+            assert stack.urls["router"].startswith("http://127.0.0.1:") and stack.bootstrap_host == "127.0.0.2"
+            assert value(argv["tier"], "--listen") == "127.0.1.2:0" and "--allow-plaintext" in argv["tier"]
+            assert value(argv["tier"], "--memory-nodes") == f"tcp://{value(argv['memory0'], '--listen')}"
+            assert value(argv["memory0"], "--listen").startswith("127.0.1.2:")
+            assert values(argv["router"], "--prefill")[0] == [stack.urls["prefill"]]
+            assert stack.cpu_seconds() > 0
+        assert not any(probe(url) for url in stack.urls.values())
+
+
+def test_without_places_everything_stays_on_this_host(make_stack):
+    with make_stack() as stack:
+        tier = fetch(stack.urls["tier"])["argv"]
+        assert value(tier, "--listen") == "127.0.0.1:0" and "--allow-plaintext" not in tier
+        assert stack.bootstrap_host == "127.0.0.1"
 
 
 def test_a_stock_stack_has_no_tier_and_no_oasis_setting(make_stack):

@@ -1,0 +1,106 @@
+"""Meters that no server has a say in: bytes on an interface, memory as the kernel counts it, what the client saw.
+
+User and system time is another one: ``Stack.cpu_seconds``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import psutil
+
+from oasis_sglang.hosts import Hosts
+
+
+def wire(hosts: Hosts) -> tuple[int, int]:
+    """Bytes that decode's host has received and sent on the data network, headers included."""
+    return hosts.far.wire.heard(), hosts.far.wire.said()
+
+
+def proportional_bytes(pid: int) -> int:
+    """Proportional set size: private memory, and of each page that n processes share one n-th. 0 once the process is gone.
+
+    Raises PermissionError for a process that is somebody else's.
+    """
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    # A zombie has an empty file.
+    return next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+
+
+def tree(pids: Iterable[int]) -> set[int]:
+    """These processes and all that descend from them."""
+    found: set[int] = set()
+    for pid in pids:
+        try:
+            found |= {pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))}
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+class Memory:
+    """Proportional set size of process trees, sampled by a thread from entering to leaving.
+
+        with Memory({"decode": [stack.servers["decode"].pid], "tier": [...]}) as memory:
+            ...
+        memory.above_start("decode")
+
+    ``roots``: by name, the processes whose trees count as one. ``start`` and ``peak`` are bytes by name; a name without a process has 0.
+    Reading one process of some GB holds its page tables for about 10 ms, so ``period`` (seconds) should not be much below the default.
+    """
+
+    def __init__(self, roots: Mapping[str, Sequence[int]], period: float = 0.5):
+        self._roots = {name: tuple(pids) for name, pids in roots.items()}
+        self._period = period
+        self._left = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="oasis-memory", daemon=True)
+        self.start: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self.samples = 0
+
+    def __enter__(self) -> Self:
+        self.start = self._sample()
+        self.peak = dict(self.start)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._left.set()
+        self._thread.join()
+        self._take()  # what came after the last sample
+
+    def above_start(self, name: str) -> int:
+        """Bytes of the peak above what there was at the start."""
+        return self.peak[name] - self.start[name]
+
+    def _run(self) -> None:
+        while not self._left.wait(self._period):
+            self._take()
+
+    def _take(self) -> None:
+        for name, size in self._sample().items():
+            self.peak[name] = max(self.peak[name], size)
+
+    def _sample(self) -> dict[str, int]:
+        self.samples += 1
+        return {name: sum(map(proportional_bytes, tree(pids))) for name, pids in self._roots.items()}
+
+
+def client_concurrency(intervals: Sequence[tuple[float, float]]) -> int:
+    """Most of these intervals (of each request, when its first and its last token came) that are open at one time, ends included.
+
+    ``intervals``: seconds on one clock, first <= last; those of requests without a token are left out by the caller.
+    """
+    if not intervals:
+        return 0
+    times = np.asarray(intervals, np.float64)
+    moments = np.concatenate([times[:, 0], times[:, 1]])
+    change = np.repeat([1, -1], len(times))
+    return int(np.cumsum(change[np.lexsort((-change, moments))]).max())  # at one moment, beginnings first

@@ -1,0 +1,75 @@
+"""Replays a trace of arrivals in Mooncake's layout: one JSON object per line with ``timestamp`` (milliseconds), ``input_length``,
+``output_length`` and ``hash_ids``, each standing for a block of the prompt. Equal ids are equal tokens, so that prefixes are shared as
+they were; what the tokens are is up to us."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+from oasis_sglang.bench.jobs import Job, Work
+from oasis_sglang.bench.ruler import ADJECTIVES, NOUNS, PEOPLE
+from oasis_sglang.prompts import PromptMaker
+from transport.errors import ConfigError
+
+BLOCK = 512
+"""Tokens of a block in the published traces."""
+_FIELDS = {"timestamp": (int, float), "input_length": int, "output_length": int, "hash_ids": list}
+
+
+def load(path: Path, maker: PromptMaker, *, block: int = BLOCK, scale: float = 1.0, speed: float = 1.0, limit: int | None = None, context: int = 8192,
+         seed: int = 0) -> Work:
+    """At most ``limit`` requests. ``scale`` multiplies lengths, ``speed`` divides times. Requests longer than ``context`` are left out and
+    counted in the notes. Raises ``ConfigError`` naming the line, and ``OSError``."""
+    if scale <= 0 or speed <= 0:
+        raise ConfigError(f"a trace cannot be scaled by {scale} or played {speed} times as fast")
+    size = max(1, round(block * scale))
+    words = maker.encode(" ".join((*ADJECTIVES, *NOUNS, *PEOPLE)))
+    blocks: dict[int, list[int]] = {}
+    jobs: list[Job] = []
+    too_long = 0
+    first: float | None = None
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if limit is not None and len(jobs) >= limit:
+            break
+        if not line.strip():
+            continue
+        entry = _entry(path, number, line)
+        tokens, output = max(1, round(entry["input_length"] * scale)), max(1, round(entry["output_length"] * scale))
+        if tokens > len(entry["hash_ids"]) * size:
+            # Rounding may leave a token over; a trace whose ids do not cover its prompt is another matter.
+            if entry["input_length"] > len(entry["hash_ids"]) * block:
+                ids = len(entry["hash_ids"])
+                raise ConfigError(f"{path}, line {number}: {ids} hash_ids of {block} tokens do not cover input_length {entry['input_length']}")
+            tokens = len(entry["hash_ids"]) * size
+        if tokens + output > context:
+            too_long += 1
+            continue
+        for one in entry["hash_ids"]:
+            if one not in blocks:
+                blocks[one] = random.Random(f"{seed} {one}").choices(words, k=size)
+        first = entry["timestamp"] if first is None else first
+        prompt = [token for one in entry["hash_ids"] for token in blocks[one]][:tokens]
+        jobs.append(Job(f"trace-{number}", prompt, output, arrival=(entry["timestamp"] - first) / 1000 / speed))
+    if not jobs:
+        raise ConfigError(f"{path} has no request of at most {context} tokens ({too_long} are longer); shrink it with a scale below {scale}")
+    jobs.sort(key=lambda job: job.arrival)
+    notes = (f"lengths times {scale:g}, {speed:g} times as fast",
+             *([f"{too_long} requests longer than the model's context of {context} tokens are left out"] if too_long else []))
+    return Work("trace", f"arrivals and shared prefixes of {path.name}", jobs, notes=notes)
+
+
+def _entry(path: Path, number: int, line: str) -> dict:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{path}, line {number}: no JSON: {error}") from error
+    for name, kinds in _FIELDS.items():
+        value = entry.get(name) if isinstance(entry, dict) else None
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise ConfigError(f"{path}, line {number}: {name} is {value!r}")
+    if entry["input_length"] < 1 or entry["output_length"] < 0 or not all(isinstance(one, int) for one in entry["hash_ids"]):
+        raise ConfigError(f"{path}, line {number}: lengths are counts, hash_ids whole numbers")
+    return entry
+

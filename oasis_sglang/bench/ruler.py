@@ -1,0 +1,181 @@
+"""Questions with known answers about facts that are spread over a long text, in the manner of RULER (arXiv 2404.06654).
+
+The text is documentation of the Python that runs this; facts, names and questions are ours. An answer is begun for the model, so
+that a small one has to name what it found and nothing else.
+"""
+
+from __future__ import annotations
+
+import pydoc_data.topics
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from oasis_sglang.bench.jobs import Job, Wanted, Work
+from oasis_sglang.prompts import PromptMaker
+
+ADJECTIVES = ("amber", "brisk", "calm", "dusty", "eager", "faded", "gentle", "hollow", "ivory", "jolly", "keen", "lively", "mellow", "narrow", "olive", "plain",
+               "quiet", "rapid", "silver", "tidy", "upper", "velvet", "windy", "young")
+NOUNS = ("anchor", "badger", "canyon", "dragon", "engine", "falcon", "garden", "harbor", "island", "jacket", "kettle", "ladder", "market", "needle", "orchard",
+          "pocket", "quarry", "ribbon", "saddle", "tunnel", "valley", "window", "yard", "zebra")
+PEOPLE = ("Alice", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karla", "Louis", "Maria", "Nadia", "Oscar", "Paula")
+_CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague", "Rome", "Sofia", "Tokyo", "Vienna",
+           "Warsaw")
+INSTANCES = 16
+"""Questions about one shared document."""
+DISTRACTORS = 8
+VALUES = 4
+COMMON, OFTEN, SELDOM = 10, 30, 3
+"""``common-words``: so many words stand in the list ``OFTEN`` times, all others ``SELDOM`` times at most."""
+_CONTINUATION = 64
+
+
+class Asked(NamedTuple):
+    """``facts`` go into the text, in this order; ``begun`` is how the answer begins."""
+
+    facts: list[str]
+    question: str
+    begun: str
+    answers: tuple[str, ...]
+
+
+def needle(rng: random.Random, names: Sequence[str]) -> Asked:
+    name, code = names[0], _number(rng)
+    return Asked([f"The secret code of {name} is {code}."], f"What is the secret code of {name} that the text mentions?", f"The secret code of {name} is",
+                 (code,))
+
+
+def needles(rng: random.Random, names: Sequence[str]) -> Asked:
+    """The same among others of its kind."""
+    asked = needle(rng, names)
+    others = [f"The secret code of {name} is {_number(rng)}." for name in names[1 : 1 + DISTRACTORS]]
+    place = rng.randrange(len(others) + 1)
+    return asked._replace(facts=[*others[:place], *asked.facts, *others[place:]])
+
+
+def multivalue(rng: random.Random, names: Sequence[str]) -> Asked:
+    name, codes = names[0], tuple(_number(rng) for _ in range(VALUES))
+    return Asked([f"One of the secret codes of {name} is {code}." for code in codes], f"The text mentions {VALUES} secret codes of {name}. What are they?",
+                 f"The secret codes of {name} are", codes)
+
+
+def tracking(rng: random.Random, names: Sequence[str]) -> Asked:
+    """A value that is handed on from variable to variable."""
+    variables = tuple("".join(rng.sample("ABCDEFGHIJKLMNOPQRSTUVWXYZ", 5)) for _ in range(VALUES))
+    value = _number(rng)[:5]
+    chain = [f"VAR {variables[0]} = {value}", *(f"VAR {after} = VAR {before}" for before, after in zip(variables, variables[1:]))]
+    return Asked(chain, f"In the text, variables are set to numbers or to other variables. Which variables have the value {value}?",
+                 f"The variables with the value {value} are", variables)
+
+
+def multi_hop(rng: random.Random, names: Sequence[str]) -> Asked:
+    """Two facts have to be joined."""
+    person, office, city = rng.choice(PEOPLE), names[0], rng.choice(_CITIES)
+    return Asked([f"{person} works at the {office} office.", f"The {office} office is in {city}."],
+                 f"In which city is the office where {person}, who works at the {office} office, can be found?", f"{person} works in the city of", (city,))
+
+
+TASKS: dict[str, tuple[str, Callable[[random.Random, Sequence[str]], Asked]]] = {
+    "needle": ("one fact in a long text", needle),
+    "needles": (f"one fact among {DISTRACTORS} others of its kind", needles),
+    "multivalue": (f"{VALUES} facts about one name", multivalue),
+    "tracking": (f"a value handed on through {VALUES} variables", tracking),
+    "multi-hop": ("two facts that have to be joined", multi_hop),
+}
+
+
+def make(name: str, maker: PromptMaker, wanted: Wanted) -> Work:
+    """A workload of one of ``TASKS``. Raises ``ValueError`` when the facts leave no room for a text."""
+    description, task = TASKS[name]
+    rng = random.Random(f"{name} {wanted.seed}")
+    if not wanted.share_document:
+        asked = [task(rng, _names(rng)) for _ in range(wanted.requests)]
+        documents = [_document(maker, one.facts, wanted.tokens - _around(maker, one), rng) for one in asked]
+        jobs = [_job(maker, name, i, one, document, wanted) for i, (one, document) in enumerate(zip(asked, documents))]
+        return Work(name, description, jobs)
+    fixed = random.Random(f"{name} document")
+    names = _names(fixed)
+    asked = [task(fixed, names[i * (1 + DISTRACTORS) :]) for i in range(INSTANCES)]
+    document = _document(maker, [fact for one in asked for fact in one.facts], wanted.tokens - max(_around(maker, one) for one in asked), fixed)
+    order = [index for _ in range(-(-wanted.requests // INSTANCES)) for index in rng.sample(range(INSTANCES), INSTANCES)]
+    jobs = [_job(maker, name, i, asked[which], document, wanted) for i, which in enumerate(order[: wanted.requests])]
+    note = f"all prompts begin with one document, which prefill has in its cache, with the facts of {INSTANCES} questions"
+    return Work(name, description, jobs, notes=(note,), shared=(maker.wrapped(document),))
+
+
+def common_words(maker: PromptMaker, wanted: Wanted) -> Work:
+    """A list of words, in which ``COMMON`` words stand ``OFTEN`` times. Raises ``ValueError`` when the list would have no other words."""
+    if wanted.share_document:
+        raise ValueError("common-words has one question for a list: its prompts cannot share one")
+    rng = random.Random(f"common-words {wanted.seed}")
+    jobs = []
+    for index in range(wanted.requests):
+        names = _names(rng)
+        asked = Asked([], f"What are the {COMMON} words that stand in the list above most often?", "The most common words are", tuple(names[:COMMON]))
+        room = wanted.tokens - _around(maker, asked)
+        pieces = {word: maker.encode(" " + word) for word in names}
+        listed = [word for word in names[:COMMON] for _ in range(OFTEN)]
+        room -= sum(len(pieces[word]) for word in listed)
+        for word in (other for other in names[COMMON:] for _ in range(SELDOM)):
+            room -= len(pieces[word])
+            if room < 0:
+                break
+            listed.append(word)
+        if len(listed) <= COMMON * OFTEN:
+            raise ValueError(f"common-words needs more than {wanted.tokens} tokens: its common words alone take {-room + wanted.tokens}")
+        rng.shuffle(listed)
+        jobs.append(_job(maker, "common-words", index, asked, [token for word in listed for token in pieces[word]], wanted))
+    return Work("common-words", f"the {COMMON} most common words of a list", jobs)
+
+
+def _job(maker: PromptMaker, name: str, index: int, asked: Asked, document: list[int], wanted: Wanted) -> Job:
+    prompt = maker.wrapped([*document, *maker.encode("\n\n" + asked.question)], asked.begun)
+    right = maker.encode(" " + ", ".join(asked.answers) + ".")[:_CONTINUATION]
+    return Job(f"{name}-{index}", prompt, wanted.output_tokens, answers=asked.answers, continuation=tuple(right))
+
+
+def _around(maker: PromptMaker, asked: Asked) -> int:
+    """Tokens of a prompt beside its document."""
+    return len(maker.wrapped(maker.encode("\n\n" + asked.question), asked.begun))
+
+
+def _document(maker: PromptMaker, facts: Sequence[str], tokens: int, rng: random.Random) -> list[int]:
+    """``tokens`` token ids of prose with the facts in their order at random places, each a paragraph."""
+    told = [maker.encode("\n\n" + fact) for fact in facts]
+    room = tokens - sum(map(len, told))
+    if room < len(told):
+        raise ValueError(f"{len(facts)} facts take {sum(map(len, told))} tokens, the document has {tokens}")
+    pool, start = _paragraphs(maker), rng.randrange(1000)
+    chosen: list[list[int]] = []
+    while room > 0:
+        paragraph = pool[(start + len(chosen)) % len(pool)][:room]
+        chosen.append(paragraph)
+        room -= len(paragraph)
+    places = sorted(rng.randrange(len(chosen)) for _ in told)  # never after the last paragraph: the question stands there
+    document: list[int] = []
+    for place, paragraph in enumerate(chosen):
+        for fact, at in zip(told, places):
+            if at == place:
+                document += fact
+        document += paragraph
+    return document
+
+
+@lru_cache(maxsize=4)
+def _paragraphs(maker: PromptMaker) -> list[list[int]]:
+    """Paragraphs of the Python documentation as token ids, each with the line break before it."""
+    topics = pydoc_data.topics.topics
+    texts = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n") if 80 < len(paragraph) < 1500]
+    return [maker.encode("\n\n" + text) for text in texts]
+
+
+def _names(rng: random.Random) -> list[str]:
+    """All names, in random order."""
+    names = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
+    rng.shuffle(names)
+    return names
+
+
+def _number(rng: random.Random) -> str:
+    return str(rng.randrange(1_000_000, 10_000_000))

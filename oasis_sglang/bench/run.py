@@ -1,0 +1,221 @@
+"""Runs a benchmark: system after system, in turned order with every repeat, each on a stack of its own.
+
+Every system gets the same prompts; every repeat and every point of a sweep gets prompts of its own, so that nothing that a server
+keeps of one run is found by the next. Decode is emptied before every run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from zlib import crc32
+
+from oasis_sglang.bench import counters, figures, load, meters, quality, records, replay, serving, systems, workloads
+from oasis_sglang.bench.about import machine, shape_of, versions
+from oasis_sglang.bench.jobs import Wanted, Work, score
+from oasis_sglang.bench.records import Point, Results, Run
+from oasis_sglang.bench.settings import Settings
+from oasis_sglang.client import generate
+from oasis_sglang.hosts import hosted
+from oasis_sglang.processes import Processes
+from oasis_sglang.prompts import PromptMaker
+from oasis_sglang.stack import Stack, import_environment
+
+ANSWER_S = 3600.0
+FLUSH_S = 60
+WIRE_BOUNDS = (1.0, 1.06)
+"""Of interface bytes over payload: headers, and with a descriptor per run of pieces a little more."""
+_WARM = "Say in one sentence what a cache is."
+
+Progress = Callable[[str], None]
+
+
+class Bench:
+    """One benchmark: ``run`` fills ``results``. ``save`` is called with them after every stack."""
+
+    def __init__(self, settings: Settings, *, folder: Path, command: str, progress: Progress, save: Callable[[Results], None]):
+        self.settings, self.folder, self.progress, self.save = settings, folder, progress, save
+        self.points = settings.points()
+        self.maker = PromptMaker(settings.model)
+        self.shape = shape_of(settings.model)
+        self.works: dict[tuple, Work] = {}
+        chosen = self.chosen(self.points[0])
+        self.results = Results(
+            title=f"Oasis benchmark: {', '.join(settings.workloads)}", command=command, started=datetime.now(UTC).isoformat(timespec="seconds"),
+            seed=settings.seed, model=self.shape, machine=machine(), versions=versions(), slo=dict(settings.slo),
+            link={"hosts": settings.hosts, "rate": settings.link, "data_plane": settings.data_plane}, repeats=settings.repeats,
+            base=chosen[0].system.name, systems=[one.system for one in chosen], workloads=[], sweeps=list(settings.sweeps))
+        for name in settings.workloads:
+            self.results.workloads.append(workloads.describe(self.work(name, self.points[0], 0)))
+
+    def chosen(self, point: Point) -> list[systems.Chosen]:
+        """Systems and endpoints at a point. Raises ``ConfigError``."""
+        at = self.settings.at(point)
+        serving_ = at.serving_of(self.shape["context"], self.settings.longest, self.settings.most_at_once)
+        return [*(systems.named(name, serving_) for name in at.systems), *map(systems.endpoint, at.endpoints)]
+
+    def work(self, name: str, point: Point, repeat: int) -> Work:
+        """Made once: every system gets the same."""
+        at = self.settings.at(point)
+        place = self.points.index(point)
+        key = (name, place, repeat)
+        if key not in self.works:
+            seed = crc32(json.dumps([at.seed, name, place, repeat]).encode())
+            self.works[key] = self._trace(at) if name == "trace" else workloads.make(name, self.maker, Wanted(
+                tokens=at.tokens, requests=at.requests, output_tokens=at.output, long_output=at.long_output, turns=at.turns, seed=seed,
+                share_document=at.share_document, rate=at.rate or None, context=self.shape["context"]))
+        return self.works[key]
+
+    def _trace(self, at: Settings) -> Work:
+        return replay.load(at.trace, self.maker, scale=at.trace_scale, speed=at.trace_speed, limit=at.requests, context=self.shape["context"], seed=at.seed)
+
+    def run(self) -> Results:
+        """Raises ``StackError``, ``ConfigError``, ``HostsError`` or ``OSError``; what was measured until then has been saved."""
+        with self._place() as (processes, places, hosts):
+            for repeat in range(self.settings.repeats):
+                for points in self._groups():
+                    chosen = self.chosen(points[0])
+                    turn = repeat % len(chosen)
+                    for one in [*chosen[turn:], *chosen[:turn]]:
+                        self._system(one, points, repeat, processes, places, hosts)
+                        self._finish()
+            if self.settings.quality:
+                self._qualities(processes, places)
+        return self._finish()
+
+    @contextmanager
+    def _place(self) -> Iterator[tuple]:
+        """Processes, where to put servers, and the hosts if there are two."""
+        with ExitStack() as stack:
+            if self.settings.hosts:
+                there = stack.enter_context(hosted(self.folder / "logs"))
+                yield there.processes, there.places, there.hosts
+            else:
+                processes = stack.enter_context(Processes(log=self.folder / "logs" / "zygote.log", env=import_environment()))
+                yield processes, None, None
+
+    def _groups(self) -> list[list[Point]]:
+        """Points that one stack can serve, together."""
+        groups: dict[tuple, list[Point]] = {}
+        for point in self.points:
+            groups.setdefault(self.settings.server_key(point), []).append(point)
+        return list(groups.values())
+
+    def _finish(self) -> Results:
+        self.results.summary = figures.summarise(self.results)
+        self.results.equality = figures.equality(self.results)
+        self.save(self.results)
+        return self.results
+
+    def _system(self, chosen: systems.Chosen, points: Sequence[Point], repeat: int, processes, places, hosts) -> None:
+        name = chosen.system.name
+        if chosen.spec is None:
+            there = chosen.endpoint
+            where = counters.Places(there.prefill, there.decode, tuple(filter(None, [there.tier])))
+            self._served(chosen, there.url, where, None, points, repeat, hosts)
+            return
+        self.progress(f"--- {name}, repeat {repeat + 1} of {self.settings.repeats}")
+        logs = self.folder / "logs" / _folder(f"{len(self.results.runs):03d}-{name}", points[0])
+        with Stack(chosen.spec, processes, run_dir=logs, places=places) as stack:
+            kind = chosen.spec.kind
+            tiers = tuple(url for server, url in stack.urls.items() if server.rstrip("0123456789") in ("tier", "memory"))
+            where = counters.Places(stack.urls.get("prefill", stack.url), stack.urls.get("decode", stack.url), tiers,
+                                    logs / ("monolith.log" if kind == "monolith" else "decode.log"))
+            self._served(chosen, stack.url, where, stack, points, repeat, hosts)
+
+    def _served(self, chosen: systems.Chosen, url: str, where: counters.Places, stack: Stack | None, points: Sequence[Point], repeat: int, hosts) -> None:
+        for index in range(2):  # connections are made, and what is done once is done
+            generate(url, self.maker.chat(_WARM), max_new_tokens=8, rid=f"warm-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
+        for point in points:
+            if hosts is not None:
+                hosts.limit(str(point.get("link", self.settings.link)) or None)
+            for workload in self.settings.workloads:
+                run = self._run(chosen, url, where, stack, workload, point, repeat, hosts)
+                self.results.runs.append(run)
+                shown = figures.of_run(run, self.settings.slo)
+                self.progress(f"{run.system} {workload} {point or ''}: {_brief(shown)}")
+        if self.settings.serving and repeat == 0:
+            rows = serving.run(url, model=str(self.settings.model), arguments=self.settings.serving, folder=self.folder / "serving", progress=self.progress)
+            self.results.serving += [{**row, "system": chosen.system.name} for row in rows]
+
+    def _run(self, chosen, url: str, where: counters.Places, stack: Stack | None, workload: str, point: Point, repeat: int, hosts) -> Run:
+        work, at, spec = self.work(workload, point, repeat), self.settings.at(point), chosen.spec
+        for index, prompt in enumerate(work.shared):
+            generate(url, prompt, max_new_tokens=1, rid=f"shared-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
+        if where.decode:
+            _flush(where.decode)
+        before = counters.settled(where)
+        oasis = bool(before.oasis)
+        wire = meters.wire(hosts) if hosts is not None else None
+        cpu = stack.cpu_seconds() if stack is not None else None
+        prefix = f"{workload}-{len(self.results.runs)}-"
+        most = len(work.jobs) if at.rate or workload == "trace" else at.concurrency
+        roots = {role: [server.pid] for role, server in (stack.servers if stack is not None else {}).items() if role in ("decode", "tier", "monolith")}
+        with counters.Sampler(where, oasis) as sampler, meters.Memory(roots) as memory:
+            requests, seconds = load.drive(work.jobs, load.asker(url, ANSWER_S), concurrency=most, prefix=prefix)
+        after = counters.settled(where)
+        counters.account(requests, [prefix + job.name for job in work.jobs], after, self.shape["token_bytes"])
+        for job, request in zip(work.jobs, requests):
+            if job.answers and request.error is None:
+                request.score = score(self.maker.decode(request.output_ids), job.answers)
+        arena = spec.arena_bytes * spec.prefills if spec is not None and spec.kind == "oasis" else None
+        node = counters.node(before, after, sampler, where, arena_bytes=arena)
+        spans = [(r.sent + r.token_times[0], r.sent + r.token_times[-1]) for r in requests if r.token_times]
+        grown = {role: memory.above_start(role) for role in roots}
+        metered = records.Meters(decode_memory_bytes=grown.get("decode", grown.get("monolith")), tier_memory_bytes=grown.get("tier"),
+                                 client_concurrency=meters.client_concurrency(spans), cpu_seconds=stack.cpu_seconds() - cpu if stack is not None else None)
+        run = Run(chosen.system.name, workload, repeat, dict(point), len(self.results.runs), seconds, requests, node, metered)
+        if wire is not None:
+            self._check_wire(run, [now - then for then, now in zip(wire, meters.wire(hosts))])
+        if parts := counters.stages(before, after):
+            step = figures.of_run(run, self.settings.slo).get("itl_mean", 0.0) * 1e3
+            self.results.profiles.append(counters.profile(run.system, workload, point, {"whole step": step, **parts}))
+        return run
+
+    def _check_wire(self, run: Run, moved: Sequence[int]) -> None:
+        run.meters.wire_in_bytes, run.meters.wire_out_bytes = moved
+        if run.node.wire_bytes:
+            ratio = moved[0] / run.node.wire_bytes
+            low, high = WIRE_BOUNDS
+            self.results.checks.append(records.Check("payload counted, interface bytes", run.system, run.workload, run.point, run.node.wire_bytes, moved[0],
+                                                     low, high, low <= ratio <= high))
+
+    def _qualities(self, processes: Processes, places) -> None:
+        """Forced tokens, on stacks of their own: they need other flags. One workload after the other, at each point's budget."""
+        wanted = {(point.get("budget"), one.system.name): (point, one) for point in self.points for one in self.chosen(point)
+                  if one.spec is not None and one.spec.kind == "oasis" and not one.system.dense}
+        for point, one in wanted.values():
+            self.progress(f"--- quality of {one.system.name} {point or ''}")
+            budget = {"budget": point["budget"]} if "budget" in point else {}
+            spec = replace(one.spec, flags=(*one.spec.flags, *quality.FLAGS))
+            with (tempfile.TemporaryDirectory(prefix="oasis-quality-") as scratch,
+                  Stack(spec, processes, run_dir=self.folder / "logs" / _folder(f"quality-{one.system.name}", budget), places=places) as stack):
+                for workload in self.settings.workloads:
+                    self.results.quality += quality.measure(stack, self.work(workload, point, 0), system=one.system.name, point=budget, options={},
+                                                            scratch=Path(scratch), steps=self.settings.quality, progress=self.progress)
+            self._finish()
+
+
+def _folder(name: str, point: Point) -> str:
+    return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join([name, *(f"{key}-{value}" for key, value in point.items())]))
+
+
+def _flush(decode: str) -> None:
+    """Decode keeps nothing of earlier requests. Raises OSError."""
+    request = urllib.request.Request(f"{decode}/flush_cache?timeout={FLUSH_S}", method="POST")
+    urllib.request.urlopen(request, timeout=2 * FLUSH_S).read()
+
+
+def _brief(found: dict[str, float]) -> str:
+    parts = [("TTFT {:.2f} s", "ttft_mean"), ("ITL {:.3f} s", "itl_mean"), ("{:.1f} tokens/s", "decode_tokens_per_second"), ("admitted {:.3f}",
+                                                                                                                             "admitted_share"),
+             ("lifetime {:.3f}", "lifetime_share"), ("accuracy {:.2f}", "accuracy"), ("{:.0f} failed", "failed")]
+    return ", ".join(text.format(found[name]) for text, name in parts if name in found)

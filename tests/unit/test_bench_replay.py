@@ -1,0 +1,77 @@
+"""Traces in Mooncake's layout."""
+
+import json
+
+import pytest
+
+from oasis_sglang import models
+from oasis_sglang.bench import replay
+from oasis_sglang.prompts import PromptMaker
+from transport.errors import ConfigError
+
+
+@pytest.fixture(scope="module")
+def maker():
+    return PromptMaker(models.prepare(models.CUT_LAYERS))
+
+
+def entry(timestamp, tokens, output, ids):
+    return {"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": ids}
+
+
+def written(tmp_path, *entries):
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join((e if isinstance(e, str) else json.dumps(e)) + "\n" for e in entries))
+    return path
+
+
+def test_lengths_and_times_are_the_traces(tmp_path, maker):
+    path = written(tmp_path, entry(1000, 1100, 7, [1, 2, 3]), entry(4000, 512, 9, [4]))
+    work = replay.load(path, maker, speed=2.0)
+    assert [(len(j.prompt), j.output_tokens, j.arrival) for j in work.jobs] == [(1100, 7, 0.0), (512, 9, 1.5)]
+
+
+def test_prefixes_are_shared_exactly_as_far_as_the_ids(tmp_path, maker):
+    path = written(tmp_path, entry(0, 1536, 1, [1, 2, 3]), entry(1, 1500, 1, [1, 2, 9]), entry(2, 600, 1, [5, 2]))
+    a, b, c = (job.prompt for job in replay.load(path, maker).jobs)
+    assert a[:1024] == b[:1024]
+    assert a[1024:1040] != b[1024:1040]
+    assert c[512:] == a[512:600] and c[:16] != a[:16]
+
+
+def test_a_scale_shrinks_blocks_and_keeps_what_is_shared(tmp_path, maker):
+    path = written(tmp_path, entry(0, 5120, 100, list(range(10))), entry(0, 5000, 100, [*range(9), 77]))
+    a, b = replay.load(path, maker, scale=0.125).jobs
+    assert (len(a.prompt), len(b.prompt), a.output_tokens) == (640, 625, 12)
+    assert a.prompt[:576] == b.prompt[:576] and a.prompt[576:600] != b.prompt[576:600]
+
+
+def test_the_seed_decides_the_tokens_but_not_the_sharing(tmp_path, maker):
+    path = written(tmp_path, entry(0, 100, 1, [1]))
+    one, again, other = (replay.load(path, maker, seed=seed).jobs[0].prompt for seed in (1, 1, 2))
+    assert one == again != other
+
+
+def test_what_is_too_long_is_left_out_and_counted(tmp_path, maker):
+    path = written(tmp_path, entry(0, 3000, 10, list(range(6))), entry(5000, 100, 10, [1]))
+    work = replay.load(path, maker, context=1024)
+    assert [job.name for job in work.jobs] == ["trace-2"] and work.jobs[0].arrival == 0.0
+    assert any("1 requests longer" in note for note in work.notes)
+    with pytest.raises(ConfigError, match="no request of at most 50 tokens"):
+        replay.load(path, maker, context=50)
+
+
+def test_a_limit_takes_the_first(tmp_path, maker):
+    path = written(tmp_path, *(entry(i, 100, 1, [i]) for i in range(5)))
+    assert len(replay.load(path, maker, limit=2).jobs) == 2
+
+
+@pytest.mark.parametrize("line, told", [
+    ("{", "line 2: no JSON"), ("[1]", "timestamp"), (json.dumps({"timestamp": 1, "input_length": "x", "output_length": 1, "hash_ids": []}), "input_length"),
+    (json.dumps({"timestamp": 1, "input_length": 5, "output_length": 1}), "hash_ids is None"), (json.dumps(entry(0, 600, 1, [1])), "do not cover"),
+    (json.dumps(entry(0, 0, 1, [1])), "counts"), (json.dumps(entry(0, 5, 1, ["a"])), "whole numbers"),
+])
+def test_a_bad_line_is_named(tmp_path, maker, line, told):
+    with pytest.raises(ConfigError, match="line 2") as caught:
+        replay.load(written(tmp_path, entry(0, 10, 1, [1]), line), maker)
+    assert told in str(caught.value)

@@ -1,0 +1,113 @@
+"""Meters of a run, on processes of their own."""
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from oasis_sglang.bench.meters import Memory, client_concurrency, proportional_bytes, tree
+
+HOLDS = """
+import sys, time, pathlib
+parts = []
+for line in sys.stdin:
+    parts.append(b"x" * int(line))
+    print("held", flush=True)
+"""
+MIB = 1 << 20
+
+
+@pytest.fixture
+def holder():
+    with subprocess.Popen([sys.executable, "-c", HOLDS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def hold(process, size):
+    process.stdin.write(f"{size}\n")
+    process.stdin.flush()
+    assert process.stdout.readline() == "held\n"
+
+
+def test_the_peak_above_the_start_is_what_was_allocated(holder):
+    hold(holder, 1)
+    with Memory({"decode": [holder.pid], "tier": []}, period=0.02) as memory:
+        hold(holder, 64 * MIB)
+    assert 64 * MIB <= memory.above_start("decode") < 70 * MIB
+    assert memory.start["decode"] > MIB
+    assert memory.peak["tier"] == 0
+
+
+def test_a_peak_that_has_passed_is_kept():
+    code = "import sys; sys.stdin.readline(); parts = b'x' * (64 << 20); print(flush=True); sys.stdin.readline(); del parts; print(flush=True); sys.stdin.readline()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        def next_step():
+            process.stdin.write("\n")
+            process.stdin.flush()
+            process.stdout.readline()
+
+        with Memory({"decode": [process.pid]}, period=0.01) as memory:
+            next_step()
+            taken = memory.samples
+            while memory.samples < taken + 2:
+                time.sleep(0.01)
+            next_step()
+            assert proportional_bytes(process.pid) < memory.start["decode"] + 32 * MIB
+        process.kill()
+    assert memory.above_start("decode") >= 64 * MIB
+
+
+def test_children_count_and_shared_pages_once():
+    """A child of a fork has all of its parent's pages until one of them writes: together they have them once."""
+    shared = b"x" * (64 * MIB)
+    context = multiprocessing.get_context("fork")
+    release = context.Event()
+    before = proportional_bytes(os.getpid())
+    child = context.Process(target=release.wait)
+    child.start()
+    try:
+        assert tree([os.getpid()]) >= {os.getpid(), child.pid}
+        with Memory({"all": [os.getpid()], "child": [child.pid]}, period=1) as memory:
+            pass
+    finally:
+        release.set()
+        child.join()
+    assert 32 * MIB <= memory.start["child"] < before
+    assert memory.start["all"] < before + 20 * MIB
+    assert len(shared) == 64 * MIB
+
+
+def test_a_process_that_vanishes_counts_nothing(holder):
+    hold(holder, 32 * MIB)
+    with Memory({"decode": [holder.pid]}, period=0.01) as memory:
+        holder.kill()
+        holder.wait()
+        taken = memory.samples
+        while memory.samples < taken + 3:
+            time.sleep(0.01)
+    assert proportional_bytes(holder.pid) == 0
+    assert tree([holder.pid]) == set()
+    assert memory.peak == memory.start
+
+
+def test_a_zombie_counts_nothing():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert proportional_bytes(process.pid) == 0
+    process.wait()
+
+
+@pytest.mark.parametrize(("intervals", "most"), [
+    ([], 0),
+    ([(1.0, 1.0)], 1),
+    ([(0.0, 1.0), (2.0, 3.0)], 1),
+    ([(0.0, 1.0), (1.0, 2.0)], 2),
+    ([(0.0, 10.0), (1.0, 2.0), (3.0, 9.0), (4.0, 5.0), (6.0, 7.0)], 3),
+    ([(5.0, 6.0), (0.0, 9.0), (5.5, 5.5)], 3),
+])
+def test_client_concurrency(intervals, most):
+    assert client_concurrency(intervals) == most
