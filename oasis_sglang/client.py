@@ -101,6 +101,12 @@ def generate_concurrently(url: str, prompts: Sequence[Sequence[int]], **options)
         return list(pool.map(one, range(len(prompts))))
 
 
+def forget(url: str, seconds: int = 60) -> None:
+    """Has the server at ``url`` drop what it keeps of earlier requests; ``seconds``: for those that still run to end. Raises OSError."""
+    flush = urllib.request.Request(f"{url}/flush_cache?timeout={seconds}", method="POST")
+    urllib.request.urlopen(flush, timeout=2 * seconds).read()
+
+
 def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import os
 import platform as machine
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from oasis_sglang import client
 from oasis_sglang.client import Generation, generate, generate_concurrently, generate_on_pair
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker, repository_text
@@ -29,7 +29,6 @@ AT_ONCE = ", at once"
 EXACT = ", exact"
 SECOND_TURN = ", turn 2"
 _FOLLOW_UP = "Which of these parts would you read first, and why?"
-_FLUSH_SECONDS = 30
 _VERSIONS = ("oasis-sglang", "sglang", "sglang-router", "nixl", "torch", "transformers")
 _ACCOUNTED = ("full_transfer_bytes", "admitted_bytes", "admitted_bytes_by_phase", "lifetime_bytes")
 
@@ -114,8 +113,7 @@ def warm_up(stack: Stack, prompts: Sequence[Prompt]) -> None:
 def forget(stack: Stack) -> None:
     """What an Oasis decode node keeps of earlier requests is gone. A stock one keeps nothing unless told to. Raises OSError."""
     if stack.spec.kind == "oasis":
-        flush = urllib.request.Request(f"{stack.urls['decode']}/flush_cache?timeout={_FLUSH_SECONDS}", method="POST")
-        urllib.request.urlopen(flush, timeout=2 * _FLUSH_SECONDS).read()
+        client.forget(stack.urls["decode"])
 
 
 def ask(stack: Stack, prompts: Sequence[Prompt], output_tokens: int, progress: Progress) -> dict[str, Generation]:

@@ -11,7 +11,6 @@ import json
 import pickle
 import shutil
 import tempfile
-import urllib.request
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +20,8 @@ import numpy as np
 
 from oasis_sglang.bench.jobs import Work
 from oasis_sglang.bench.records import Point, Quality
-from oasis_sglang.client import Generation, generate_on_pair
+from oasis_sglang.client import Generation, forget, generate_on_pair
+from transport.errors import OasisError
 
 FLAGS = ("--enable-custom-logit-processor", "--disable-overlap-schedule")
 """What servers need. The processor counts on tokens being in a request's output before the next forward."""
@@ -29,7 +29,7 @@ EXACT = {"mode": "exact"}
 TIMEOUT_S = 1200.0
 
 
-class QualityError(Exception):
+class QualityError(OasisError):
     """The servers did not follow the forced tokens, so that there is nothing to compare."""
 
 
@@ -107,13 +107,6 @@ def force(stack, case: Case, folder: Path, own: Mapping[str, object], rid: str |
     return answer
 
 
-def forget(stack) -> None:
-    """Has decode drop what it keeps of earlier requests for later ones. Raises ``OSError`` when it does not within half a minute."""
-    request = urllib.request.Request(stack.urls["decode"] + "/flush_cache?timeout=30", method="POST")
-    with urllib.request.urlopen(request, timeout=60):
-        pass
-
-
 Ask = Callable[..., object]
 """As ``force``."""
 
@@ -134,7 +127,7 @@ def measure(stack, work: Work, *, system: str, point: Point, options: Mapping[st
     rows = []
     with tempfile.TemporaryDirectory(prefix="quality-", dir=scratch) as folder:
         places = [(Path(folder) / f"{index}-system", Path(folder) / f"{index}-dense") for index in range(len(chosen))]
-        forget(stack)
+        forget(stack.urls["decode"])
         for case, (ours, _) in zip(chosen, places):
             ask(stack, case, ours, options)
         for case, (ours, dense) in zip(chosen, places):

@@ -23,7 +23,7 @@ PEOPLE = ("Alice", "Boris", "Clara", "David", "Elena", "Felix", "Greta", "Henry"
 _CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Lisbon", "Madrid", "Nairobi", "Oslo", "Prague", "Rome", "Sofia", "Tokyo", "Vienna",
            "Warsaw")
 INSTANCES = 16
-"""Questions about one shared document."""
+"""Questions about one shared document, at most."""
 DISTRACTORS = 8
 VALUES = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
@@ -49,15 +49,15 @@ def needle(rng: random.Random, names: Sequence[str]) -> Asked:
 def needles(rng: random.Random, names: Sequence[str]) -> Asked:
     """The same among others of its kind."""
     asked = needle(rng, names)
-    others = [f"The secret code of {name} is {_number(rng)}." for name in names[1 : 1 + DISTRACTORS]]
+    others = [f"The lucky number of {name} is: {_number(rng)}." for name in names[1 : 1 + DISTRACTORS]]
     place = rng.randrange(len(others) + 1)
     return asked._replace(facts=[*others[:place], *asked.facts, *others[place:]])
 
 
 def multivalue(rng: random.Random, names: Sequence[str]) -> Asked:
     name, codes = names[0], tuple(_number(rng) for _ in range(VALUES))
-    return Asked([f"One of the secret codes of {name} is {code}." for code in codes], f"The text mentions {VALUES} secret codes of {name}. What are they?",
-                 f"The secret codes of {name} are", codes)
+    return Asked([f"A lucky number of {name} is: {code}." for code in codes], f"The text mentions {VALUES} lucky numbers of {name}. What are they?",
+                 f"The lucky numbers of {name} that the text mentions are", codes)
 
 
 def tracking(rng: random.Random, names: Sequence[str]) -> Asked:
@@ -96,11 +96,11 @@ def make(name: str, maker: PromptMaker, wanted: Wanted) -> Work:
         return Work(name, description, jobs)
     fixed = random.Random(f"{name} document")
     names = _names(fixed)
-    asked = [task(fixed, names[i * (1 + DISTRACTORS) :]) for i in range(INSTANCES)]
+    asked = _half_filling([task(fixed, names[i * (1 + DISTRACTORS) :]) for i in range(INSTANCES)], maker, wanted.tokens)
     document = _document(maker, [fact for one in asked for fact in one.facts], wanted.tokens - max(_around(maker, one) for one in asked), fixed)
-    order = [index for _ in range(-(-wanted.requests // INSTANCES)) for index in rng.sample(range(INSTANCES), INSTANCES)]
+    order = [index for _ in range(-(-wanted.requests // len(asked))) for index in rng.sample(range(len(asked)), len(asked))]
     jobs = [_job(maker, name, i, asked[which], document, wanted) for i, which in enumerate(order[: wanted.requests])]
-    note = f"all prompts begin with one document, which prefill has in its cache, with the facts of {INSTANCES} questions"
+    note = f"all prompts begin with one document, which prefill has in its cache, with the facts of {len(asked)} questions"
     return Work(name, description, jobs, notes=(note,), shared=(maker.wrapped(document),))
 
 
@@ -138,6 +138,17 @@ def _job(maker: PromptMaker, name: str, index: int, asked: Asked, document: list
 def _around(maker: PromptMaker, asked: Asked) -> int:
     """Tokens of a prompt beside its document."""
     return len(maker.wrapped(maker.encode("\n\n" + asked.question), asked.begun))
+
+
+def _half_filling(asked: list[Asked], maker: PromptMaker, tokens: int) -> list[Asked]:
+    """As many of the first ones as take half of the document, one at least."""
+    kept: list[Asked] = []
+    for one in asked:
+        tokens -= 2 * sum(len(maker.encode("\n\n" + fact)) for fact in one.facts)
+        if kept and tokens < 0:
+            break
+        kept.append(one)
+    return kept
 
 
 def _document(maker: PromptMaker, facts: Sequence[str], tokens: int, rng: random.Random) -> list[int]:

@@ -10,7 +10,6 @@ import json
 import re
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -23,16 +22,17 @@ from oasis_sglang.bench.about import machine, shape_of, versions
 from oasis_sglang.bench.jobs import Wanted, Work, score
 from oasis_sglang.bench.records import Point, Results, Run
 from oasis_sglang.bench.settings import Settings
-from oasis_sglang.client import generate
+from oasis_sglang.client import forget, generate
 from oasis_sglang.hosts import hosted
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.stack import Stack, import_environment
 
 ANSWER_S = 3600.0
-FLUSH_S = 60
 WIRE_BOUNDS = (1.0, 1.06)
 """Of interface bytes over payload: headers, and with a descriptor per run of pieces a little more."""
+DETERMINISTIC = {"on_miss": "wait", "wait_seconds": 30.0}
+"""Of quality: a step waits for its blocks, so that what is measured does not depend on how fast they come."""
 _WARM = "Say in one sentence what a cache is."
 
 Progress = Callable[[str], None]
@@ -143,15 +143,14 @@ class Bench:
                 shown = figures.of_run(run, self.settings.slo)
                 self.progress(f"{run.system} {workload} {point or ''}: {_brief(shown)}")
         if self.settings.serving and repeat == 0:
-            rows = serving.run(url, model=str(self.settings.model), arguments=self.settings.serving, folder=self.folder / "serving", progress=self.progress)
-            self.results.serving += [{**row, "system": chosen.system.name} for row in rows]
+            self._serving(chosen.system.name, url)
 
     def _run(self, chosen, url: str, where: counters.Places, stack: Stack | None, workload: str, point: Point, repeat: int, hosts) -> Run:
         work, at, spec = self.work(workload, point, repeat), self.settings.at(point), chosen.spec
         for index, prompt in enumerate(work.shared):
             generate(url, prompt, max_new_tokens=1, rid=f"shared-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
-        if where.decode:
-            _flush(where.decode)
+        if where.decode and where.decode != where.prefill:  # one server that does both is to keep what prompts share
+            forget(where.decode)
         before = counters.settled(where)
         oasis = bool(before.oasis)
         wire = meters.wire(hosts) if hosts is not None else None
@@ -180,6 +179,15 @@ class Bench:
             self.results.profiles.append(counters.profile(run.system, workload, point, {"whole step": step, **parts}))
         return run
 
+    def _serving(self, system: str, url: str) -> None:
+        try:
+            rows = serving.run(url, model=str(self.settings.model), arguments=self.settings.serving, folder=self.folder / "serving", progress=self.progress,
+                               name=_folder(system, {}))
+        except serving.ServingError as error:  # the runs stand without it
+            self.results.notes.append(f"sglang.bench_serving failed on {system}: {error}")
+            return
+        self.results.serving += [{**row, "system": system} for row in rows]
+
     def _check_wire(self, run: Run, moved: Sequence[int]) -> None:
         run.meters.wire_in_bytes, run.meters.wire_out_bytes = moved
         if run.node.wire_bytes:
@@ -195,7 +203,7 @@ class Bench:
         for point, one in wanted.values():
             self.progress(f"--- quality of {one.system.name} {point or ''}")
             budget = {"budget": point["budget"]} if "budget" in point else {}
-            spec = replace(one.spec, flags=(*one.spec.flags, *quality.FLAGS))
+            spec = replace(one.spec, flags=(*one.spec.flags, *quality.FLAGS), config={**one.spec.config, **DETERMINISTIC})
             with (tempfile.TemporaryDirectory(prefix="oasis-quality-") as scratch,
                   Stack(spec, processes, run_dir=self.folder / "logs" / _folder(f"quality-{one.system.name}", budget), places=places) as stack):
                 for workload in self.settings.workloads:
@@ -206,12 +214,6 @@ class Bench:
 
 def _folder(name: str, point: Point) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", "-".join([name, *(f"{key}-{value}" for key, value in point.items())]))
-
-
-def _flush(decode: str) -> None:
-    """Decode keeps nothing of earlier requests. Raises OSError."""
-    request = urllib.request.Request(f"{decode}/flush_cache?timeout={FLUSH_S}", method="POST")
-    urllib.request.urlopen(request, timeout=2 * FLUSH_S).read()
 
 
 def _brief(found: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -72,9 +73,13 @@ def bench(
         return
     with told_in_one_line():
         from oasis_sglang.bench import report as reporting
+        from transport.errors import ConfigError
 
         if report is not None:
-            results = records.load(report)
+            try:
+                results = records.load(report)
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"--report {report}: {error}") from error
             reporting.write(results, report.parent)
             reporting.console(results)
             return
@@ -82,7 +87,6 @@ def bench(
         from oasis_sglang.bench import settings as made
         from oasis_sglang.bench import workloads as known
         from oasis_sglang.bench.run import Bench
-        from transport.errors import ConfigError
 
         names = _words(workloads)
         if unknown := [name for name in names if name not in (*known.NAMES, "trace")]:
@@ -99,7 +103,8 @@ def bench(
             path, systems=_words(systems), endpoints=tuple(endpoint or ()), workloads=names, trace=trace, repeats=repeats, seed=seed, tokens=tokens,
             output=output, long_output=long_output, requests=requests, turns=turns, concurrency=concurrency, rate=rate, share_document=share_document,
             reuse=not share_document if reuse is None else reuse, pool=pool, budget=budget, link=link, hosts=hosts, data_plane=data_plane,
-            slo={"ttft": slo_ttft, "itl": slo_itl}, sweeps=sweeps, quality=quality, serving=tuple(serving.split()), options=options, flags=tuple(flag or ()),
+            slo={"ttft": slo_ttft, "itl": slo_itl}, sweeps=sweeps, quality=quality, serving=tuple(shlex.split(serving)), options=options,
+            flags=tuple(flag or ()),
             host_cache_bytes=host_cache_bytes, arena_bytes=arena_bytes, trace_scale=trace_scale, trace_speed=trace_speed)
         folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
         folder.mkdir(parents=True, exist_ok=True)

@@ -115,7 +115,8 @@ def test_a_job_that_cannot_be_asked_is_named(jobs, said):
 
 
 def test_measure_asks_all_of_the_system_before_any_densely_and_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(quality, "forget", lambda stack: asked.append(("forget", stack)))
+    monkeypatch.setattr(quality, "forget", lambda url: asked.append(("forget", url)))
+    pair = SimpleNamespace(urls={"decode": "there"})
     asked, dense, system = [], np.log(np.array([0.5, 0.25, 0.25])), np.log(np.array([0.25, 0.5, 0.25]))
 
     def ask(stack, case, folder, own):
@@ -124,11 +125,11 @@ def test_measure_asks_all_of_the_system_before_any_densely_and_leaves_no_file(tm
         save(folder, [dense if exact or case.name == "a" else system] * len(case.continuation))
 
     lines: list[str] = []
-    rows = measure("pair", work(job("a", [1], (2, 3, 4)), job("plain", [5]), job("b", [1], (2, 3))), system="sparse", point={"budget": 512},
+    rows = measure(pair, work(job("a", [1], (2, 3, 4)), job("plain", [5]), job("b", [1], (2, 3))), system="sparse", point={"budget": 512},
                    options={"budget_tokens": 512}, scratch=tmp_path, steps=64, progress=lines.append, ask=ask)
     ours = {"budget_tokens": 512}
-    assert asked.pop(0) == ("forget", "pair")
-    assert asked == [("pair", "a", 3, ours), ("pair", "b", 2, ours), ("pair", "a", 3, {"mode": "exact"}), ("pair", "b", 2, {"mode": "exact"})]
+    assert asked.pop(0) == ("forget", "there")
+    assert asked == [(pair, "a", 3, ours), (pair, "b", 2, ours), (pair, "a", 3, {"mode": "exact"}), (pair, "b", 2, {"mode": "exact"})]
     assert [(r.system, r.workload, r.request, r.point, r.steps) for r in rows] == [("sparse", "talk", "a", {"budget": 512}, 2), ("sparse", "talk", "b", {"budget": 512}, 1)]
     assert (rows[0].kl, rows[0].top1) == (pytest.approx(0, abs=1e-9), 1.0)
     assert rows[1].kl == rows[1].kl_worst_token == pytest.approx(0.25 * np.log(2), abs=1e-6) and rows[1].top1 == 0.0

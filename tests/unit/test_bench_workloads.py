@@ -52,9 +52,9 @@ def test_answers_are_in_the_text_and_not_in_what_is_begun(maker, name):
 def test_a_needle_stands_once_in_its_sentence_and_others_beside_it(maker):
     for job in make(maker, "needles").jobs:
         text = maker.decode(job.prompt)
-        name = text.rpartition("The secret code of ")[2].removesuffix(" is")
-        assert text.count(f"The secret code of {name} is {job.answers[0]}.") == 1
-        assert text.count("The secret code of ") == 1 + ruler.DISTRACTORS + 1  # the last begins the answer
+        name = text.rpartition("The lucky number of ")[2].removesuffix(" that the text mentions is")
+        assert text.count(f"The lucky number of {name} is: {job.answers[0]}.") == 1
+        assert text.count("The lucky number of ") == 1 + ruler.DISTRACTORS + 1  # the last begins the answer
 
 
 def test_needles_lie_at_different_depths(maker):
@@ -101,6 +101,13 @@ def test_prompts_may_share_a_document_which_no_seed_changes(maker, name):
         assert job.prompt[: len(document) - end] == document[:-end]
         assert all(answer in maker.decode(document) for answer in job.answers)
     assert len({tuple(job.prompt) for job in one.jobs}) == len(one.jobs)
+
+
+def test_a_small_shared_document_has_fewer_questions_and_asks_them_again(maker):
+    work = make(maker, "needles", tokens=1000, share_document=True, requests=6)
+    text = maker.decode(work.shared[0])
+    assert text.count("The lucky number of ") < ruler.INSTANCES * (1 + ruler.DISTRACTORS)
+    assert len({tuple(job.prompt) for job in work.jobs}) == text.count("The lucky number of ") // (1 + ruler.DISTRACTORS) < 6
 
 
 @pytest.mark.parametrize("name", ["code", "common-words"])
