@@ -346,7 +346,7 @@ class Coordinator:
         cache, stepper, lane = self.cache, self.stepper, self.lane
         return {"held": self.held(), "logical_tokens": self.logical.size - self.logical.available_size(), "live": len(self.entries),
                 "physical_tokens": self.physical.size, "physical_tokens_peak": self.peak_pages * self.page, "batch_peak": self.peak_batch,
-                "sets": self.sets.size, "leaks": self.leaks, "steps": dict(stepper.totals),
+                "sets": self.sets.size, "sets_bytes": self.sets.nbytes, "leaks": self.leaks, "steps": dict(stepper.totals),
                 "stalls": stepper.stalls.report(), "heads": {name: a.tolist() for name, a in stepper.lookahead.heads.items()},
                 "live_requests": self._live(), "reuse": self.reuse.report(),
                 "lane": None if lane is None else {"heads": len(lane.pieces), "bytes": lane.kv.nbytes + lane.table.nbytes, "tokens": lane.used_tokens,

@@ -65,6 +65,11 @@ class WorkingSets:
         return layout.pieces * (numbers * layout.summary_bytes + sets * (blocks * (4 + 2 + 1 + 1) + working * 4)) + sets * blocks * 8
 
     @property
+    def nbytes(self) -> int:
+        """What they take on the device."""
+        return sum(t.nbytes for t in (self.raw, self._number, self.ema, self.slot_of, self.block_at, self.flying, self.ahead))
+
+    @property
     def free(self) -> int:
         return len(self._free)
 

@@ -150,6 +150,8 @@ def node(before: Look, after: Look, sampler: Sampler, places: Places, *, arena_b
     if not oasis:
         return found
     found.host_reserved_bytes = oasis["host_bytes_reserved"] + ((oasis.get("working_sets") or {}).get("host_cache") or {}).get("capacity_bytes", 0)
+    if sets := oasis.get("working_sets"):
+        found.device_extra_bytes = sets["sets_bytes"] + (sets["lane"] or {}).get("bytes", 0)
     if sampler.host:
         busy = [host for host, pool in zip(sampler.host, sampler.pool) if pool] or sampler.host
         found.host_used_bytes_mean, found.host_used_bytes_peak = statistics.fmean(busy), max(sampler.host)
@@ -159,6 +161,7 @@ def node(before: Look, after: Look, sampler: Sampler, places: Places, *, arena_b
         found.wanted, found.misses = int(grown["wanted"]), int(grown["misses"])
         found.missed_mass = shares(grown)["missed_mass"]
         found.stalls, found.stall_seconds = int(grown["stall_count"]), float(grown["stall_sum_ms"]) / 1e3
+        found.request_steps, found.swapped_pieces = int(grown["request_steps"]), int(grown.get("swaps_committed", 0))
         found.tokens_per_step = shares(grown)["tokens_per_verify"]
     return found
 

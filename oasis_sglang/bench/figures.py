@@ -62,10 +62,15 @@ FIGURES: dict[str, Figure] = {
     "tokens_per_step": Figure("tokens per step", "", _HIGH, "Output tokens of a verify step of a request; only with drafts."),
     "kv_pool_tokens": Figure("KV pool", "tokens", "", "Tokens of decode's KV pool."),
     "kv_pool_tokens_peak": Figure("KV pool, peak", "tokens", _LOW, "Tokens of decode's KV pool in use, most."),
+    "device_extra_bytes": Figure("device, beside the pool", "B", _LOW, "Memory of decode's device that is neither weights nor KV pool: summaries, tables of "
+                                                                       "working "
+                                 "sets, the lane of critical heads."),
     "concurrency": Figure("in one batch", "", _HIGH, "Most requests in one decode batch, by the server."),
     "client_concurrency": Figure("decoding at once", "", _HIGH, "Most requests between their first and last token at one time, by the client."),
     "misses_share": Figure("misses", "", _LOW, "Of the blocks that the newest rows wanted, the share that was not resident."),
     "missed_mass": Figure("missed mass", "", _LOW, "Share of a step's expected attention on blocks that were not resident, mean."),
+    "swaps_per_step": Figure("swaps", "", _LOW, "Pieces that a request's decode step wrote over others in the KV pool, from the host cache, over all layers "
+                                                "and heads."),
     "stalls": Figure("stalls", "", _LOW, "Steps that waited for blocks."),
     "stall_seconds": Figure("stalled", "s", _LOW, "Time that steps waited for blocks, in all."),
     "accuracy": Figure("accuracy", "", _HIGH, "Mean score of answers that are known: share of the expected strings in the text."),
@@ -131,12 +136,12 @@ def _counted(run: Run, answered: Sequence[Request]) -> dict[str, float | None]:
              "admitted_bytes": None if admitted is None else admitted / each, "lifetime_bytes": None if lifetime is None else lifetime / each,
              "admitted_share": admitted / sum(full) if full and admitted is not None else None,
              "lifetime_share": lifetime / sum(full) if full and lifetime is not None else None,
+             "swaps_per_step": node.swapped_pieces / node.request_steps if node.request_steps and node.swapped_pieces is not None else None,
              "misses_share": node.misses / node.wanted if node.wanted and node.misses is not None else None}
     if node.host_used_bytes_peak is not None and node.tier_used_bytes_peak is not None:
         found["cluster_host_bytes_peak"] = node.host_used_bytes_peak + node.tier_used_bytes_peak
-    same = ("wire_bytes", "computed_tokens", "tokens_per_step", "kv_pool_tokens", "kv_pool_tokens_peak", "concurrency", "host_reserved_bytes",
-            "host_used_bytes_mean", "host_used_bytes_peak",
-            "missed_mass", "stalls", "stall_seconds")
+    same = ("wire_bytes", "computed_tokens", "tokens_per_step", "kv_pool_tokens", "kv_pool_tokens_peak", "device_extra_bytes", "concurrency",
+            "host_reserved_bytes", "host_used_bytes_mean", "host_used_bytes_peak", "missed_mass", "stalls", "stall_seconds")
     return found | {name: getattr(node, name) for name in same}
 
 

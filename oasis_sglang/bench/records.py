@@ -79,6 +79,8 @@ class Node(Struct):
     kv_pool_tokens: int | None = None
     """Of decode, reserved."""
     kv_pool_tokens_peak: int | None = None
+    device_extra_bytes: int | None = None
+    """On decode's device beside the pool: summaries, tables of working sets, the lane of critical heads."""
     host_reserved_bytes: int | None = None
     """Decode host memory for KV outside the pool: staging and host cache."""
     host_used_bytes_mean: float | None = None
@@ -95,6 +97,10 @@ class Node(Struct):
     stalls: int | None = None
     stall_seconds: float | None = None
     tokens_per_step: float | None = None
+    request_steps: int | None = None
+    """Decode steps of requests that select: a step of a batch counts once for each of them."""
+    swapped_pieces: int | None = None
+    """Pieces written over others in the KV pool, from the host cache."""
 
 
 class Meters(Struct):

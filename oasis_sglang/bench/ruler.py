@@ -42,8 +42,8 @@ class Asked(NamedTuple):
 
 def needle(rng: random.Random, names: Sequence[str]) -> Asked:
     name, code = names[0], _number(rng)
-    return Asked([f"The secret code of {name} is {code}."], f"What is the secret code of {name} that the text mentions?", f"The secret code of {name} is",
-                 (code,))
+    return Asked([f"The lucky number of {name} is: {code}."], f"What is the lucky number of {name} that the text mentions?",
+                 f"The lucky number of {name} that the text mentions is", (code,))
 
 
 def needles(rng: random.Random, names: Sequence[str]) -> Asked:

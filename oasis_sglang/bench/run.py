@@ -26,7 +26,9 @@ from oasis_sglang.client import forget, generate
 from oasis_sglang.hosts import hosted
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
+from oasis_sglang.selection.profile import Profile
 from oasis_sglang.stack import Stack, import_environment
+from transport.errors import ConfigError
 
 ANSWER_S = 3600.0
 WIRE_BOUNDS = (1.0, 1.06)
@@ -46,6 +48,8 @@ class Bench:
         self.points = settings.points()
         self.maker = PromptMaker(settings.model)
         self.shape = shape_of(settings.model)
+        if profile := settings.options.get("profile"):
+            self.shape["critical_heads"] = len(Profile.load(Path(str(profile))).heads)
         self.works: dict[tuple, Work] = {}
         chosen = self.chosen(self.points[0])
         self.results = Results(
@@ -57,10 +61,14 @@ class Bench:
             self.results.workloads.append(workloads.describe(self.work(name, self.points[0], 0)))
 
     def chosen(self, point: Point) -> list[systems.Chosen]:
-        """Systems and endpoints at a point. Raises ``ConfigError``."""
+        """Systems and endpoints at a point. Raises ``ConfigError``, for two of one name too."""
         at = self.settings.at(point)
         serving_ = at.serving_of(self.shape["context"], self.settings.longest, self.settings.most_at_once)
-        return [*(systems.named(name, serving_) for name in at.systems), *map(systems.endpoint, at.endpoints)]
+        found = [*(systems.named(name, serving_) for name in at.systems), *map(systems.endpoint, at.endpoints)]
+        names = [one.system.name for one in found]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"systems and endpoints need names of their own, at least one: {', '.join(names)}")
+        return found
 
     def work(self, name: str, point: Point, repeat: int) -> Work:
         """Made once: every system gets the same."""
@@ -149,7 +157,7 @@ class Bench:
         work, at, spec = self.work(workload, point, repeat), self.settings.at(point), chosen.spec
         for index, prompt in enumerate(work.shared):
             generate(url, prompt, max_new_tokens=1, rid=f"shared-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
-        if where.decode and where.decode != where.prefill:  # one server that does both is to keep what prompts share
+        if stack is not None and stack.spec.kind != "monolith":  # what one server keeps, prompts may share; what others keep is theirs
             forget(where.decode)
         before = counters.settled(where)
         oasis = bool(before.oasis)

@@ -16,8 +16,8 @@ GROUPS = {
                    "client_concurrency", "tokens_per_step", "computed_tokens", "cpu_seconds"),
     "bytes": ("full_transfer_bytes", "admitted_bytes", "lifetime_bytes", "admitted_share", "lifetime_share", "wire_bytes", "wire_metered_bytes"),
     "memory": ("host_reserved_bytes", "host_used_bytes_mean", "host_used_bytes_peak", "cluster_host_bytes_peak", "decode_memory_bytes", "tier_memory_bytes",
-               "kv_pool_tokens", "kv_pool_tokens_peak"),
-    "selection": ("misses_share", "missed_mass", "stalls", "stall_seconds"),
+               "kv_pool_tokens", "kv_pool_tokens_peak", "device_extra_bytes"),
+    "selection": ("misses_share", "missed_mass", "swaps_per_step", "stalls", "stall_seconds"),
     "quality": ("accuracy", "kl", "kl_worst", "top1", "top1_worst"),
 }
 LEGEND = ("Median over repeats; beneath, [lowest–highest] unless all are the same, and the ratio to {base}, or to the system that is named where {base} cannot "

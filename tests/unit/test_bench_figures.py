@@ -79,7 +79,8 @@ def test_memory_and_selection_come_from_the_node():
 def test_every_figure_is_defined_and_every_definition_is_made():
     more = dict(full_transfer_bytes=1000, admitted_bytes_by_phase={"pieces": 1}, lifetime_bytes_by_phase={"pieces": 1}, score=1.0)
     node = Node(wire_bytes=1, concurrency=1, kv_pool_tokens=1, kv_pool_tokens_peak=1, host_reserved_bytes=1, host_used_bytes_mean=1.0, host_used_bytes_peak=1,
-                tier_used_bytes_peak=1, wanted=1, misses=1, missed_mass=0.1, stalls=0, stall_seconds=0.0, computed_tokens=1, tokens_per_step=1.0)
+                tier_used_bytes_peak=1, wanted=1, misses=1, missed_mass=0.1, stalls=0, stall_seconds=0.0, computed_tokens=1, tokens_per_step=1.0,
+                request_steps=2, swapped_pieces=7, device_extra_bytes=1)
     run = run_of(request("a", 0, [1.0, 1.5], **more), node=node, meters=Meters(1, 1, 1, 1, 1, 1.0))
     [summary] = figures.summarise(results_of([run], quality=[Quality("oasis", "needle", "a", {}, 4, 0.1, 0.2, 0.9)]))
     assert set(summary.figures) == set(figures.FIGURES)

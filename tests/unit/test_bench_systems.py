@@ -129,14 +129,19 @@ def test_accounts_go_to_their_requests():
 
 def test_growth_of_steps_makes_the_selection_figures():
     def oasis(n):
-        return {"totals": {"bytes_manifest": n}, "plane": {"landed_bytes": 10 * n}, "host_bytes_reserved": 64, "staging": {"free": 1}, "layout": {"block_tokens": 16},
-                "working_sets": {"physical_tokens": 1600, "held": {"pages": 2}, "host_cache": {"used_bytes": 7, "capacity_bytes": 100},
-                                 "steps": {"steps": 2 * n, "request_steps": 4 * n, "wanted": 100 * n, "misses": 25 * n, "missed_mass_ppm": 400_000 * n, "score_microseconds": 3000 * n,
+        return {"totals": {"bytes_manifest": n}, "plane": {"landed_bytes": 10 * n}, "host_bytes_reserved": 64, "staging": {"free": 1},
+                "layout": {"block_tokens": 16},
+                "working_sets": {"physical_tokens": 1600, "sets_bytes": 5, "lane": {"bytes": 6}, "held": {"pages": 2}, "host_cache": {"used_bytes": 7,
+                                                                                                                                      "capacity_bytes": 100},
+                                 "steps": {"steps": 2 * n, "request_steps": 4 * n, "wanted": 100 * n, "misses": 25 * n, "missed_mass_ppm": 400_000 * n,
+                                           "score_microseconds": 3000 * n,
                                            "plan_microseconds": 1000 * n},
                                  "stalls": {"counts": [0], "sum_ms": 500.0 * n, "count": n, "bounds_ms": [1]}}}
     sampler = counters.Sampler(counters.Places(), True)
     sampler.host, sampler.pool, sampler.tiers = [10, 30, 20], [0, 32, 16], [5, 9]
     found = counters.node(look(oasis(1)), look(oasis(3)), sampler, counters.Places(), arena_bytes=1000)
-    assert found == Node(wire_bytes=22, kv_pool_tokens=1600, kv_pool_tokens_peak=32, host_reserved_bytes=164, host_used_bytes_mean=25.0, host_used_bytes_peak=30,
-                         tier_reserved_bytes=1000, tier_used_bytes_peak=9, wanted=200, misses=50, missed_mass=0.1, stalls=2, stall_seconds=1.0)
+    assert found == Node(wire_bytes=22, device_extra_bytes=11, kv_pool_tokens=1600, kv_pool_tokens_peak=32, host_reserved_bytes=164,
+                         host_used_bytes_mean=25.0, host_used_bytes_peak=30,
+                         tier_reserved_bytes=1000, tier_used_bytes_peak=9, wanted=200, misses=50, missed_mass=0.1, request_steps=8, swapped_pieces=0,
+                         stalls=2, stall_seconds=1.0)
     assert counters.stages(look(oasis(1)), look(oasis(3))) == {"scores": 1.5, "plan": 0.5, "wait for the plan": 0.0, "wait for trust": 0.0}
