@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from functools import lru_cache
 from itertools import count
 
 from oasis_sglang.bench.jobs import Job, Wanted, Work
 from oasis_sglang.prompts import PromptMaker, library_text
 
 NEW_TOKENS = (40, 200)
-"""Of a turn after the first."""
+"""Of a turn after the first, at least and at most: what the user says and what the chat format puts around it."""
 ANSWER_TOKENS = (16, 32)
 """As agents answer: a call of a tool."""
 _ASKS = ("The tool printed this:\n\n", "Here is the next part of the file:\n\n", "What does this change?\n\n", "Compare with what we had:\n\n")
@@ -43,21 +44,29 @@ def _made(maker: PromptMaker, wanted: Wanted, name: str, conversations: int, own
     for index in range(conversations):
         begin = [*system, *text.take(first - NEW_TOKENS[1] - len(system) - len(end)), *end] if own else shared
         for turn in range(wanted.turns):
-            asks = maker.wrapped([*maker.encode(rng.choice(_ASKS)), *text.take(rng.randint(*NEW_TOKENS) - 20)])
-            jobs.append(Job(f"{name}-{index}-{turn}", [*(begin if turn == 0 else end), *asks], rng.randint(*ANSWER_TOKENS),
+            before, asked = begin if turn == 0 else end, maker.encode(rng.choice(_ASKS))
+            frame = len(maker.wrapped(asked)) + (len(end) if turn else 0)
+            asks = maker.wrapped([*asked, *text.take(rng.randint(*NEW_TOKENS) - frame)])
+            jobs.append(Job(f"{name}-{index}-{turn}", [*before, *asks], rng.randint(*ANSWER_TOKENS),
                             after=f"{name}-{index}-{turn - 1}" if turn else None))
     order = [jobs[index * wanted.turns + turn] for turn in range(wanted.turns) for index in range(conversations)]
     what = "each with a project of its own" if own else f"after one system prompt of {len(shared)} tokens"
     notes = (f"{conversations} conversations of {wanted.turns} turns, {what}; the next prompt has the answer that the system gave",
-             *([f"the first turn has {first} of {wanted.tokens} tokens, so that all turns fit the model's context"] if first < wanted.tokens else []))
+             *([f"the first turn has at most {first} of {wanted.tokens} tokens, so that all turns fit the model's context"] if first < wanted.tokens else []))
     return Work(name, "many turns after a long first one" if own else "conversations that share a system prompt", order, notes=notes)
+
+
+@lru_cache(maxsize=4)
+def _library(maker: PromptMaker) -> list[int]:
+    """Token ids; encoding them takes a quarter of a second."""
+    return maker.encode(library_text()[: 8 * _LIBRARY_TOKENS])[:_LIBRARY_TOKENS]
 
 
 class _Text:
     """Deals library text out from a random place on, over and over."""
 
     def __init__(self, maker: PromptMaker, rng: random.Random):
-        self._ids = maker.encode(library_text()[: 8 * _LIBRARY_TOKENS])[:_LIBRARY_TOKENS]
+        self._ids = _library(maker)
         self._at = count(rng.randrange(len(self._ids)))
 
     def take(self, tokens: int) -> list[int]:

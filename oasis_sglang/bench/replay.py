@@ -5,7 +5,9 @@ they were; what the tokens are is up to us."""
 from __future__ import annotations
 
 import json
+import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from oasis_sglang.bench.jobs import Job, Work
@@ -20,17 +22,22 @@ _FIELDS = {"timestamp": (int, float), "input_length": int, "output_length": int,
 
 def load(path: Path, maker: PromptMaker, *, block: int = BLOCK, scale: float = 1.0, speed: float = 1.0, limit: int | None = None, context: int = 8192,
          seed: int = 0) -> Work:
-    """At most ``limit`` requests. ``scale`` multiplies lengths, ``speed`` divides times. Requests longer than ``context`` are left out and
-    counted in the notes. Raises ``ConfigError`` naming the line, and ``OSError``."""
-    if scale <= 0 or speed <= 0:
+    """At most ``limit`` requests, the first of the file that fit. ``scale`` multiplies lengths, ``speed`` divides times. The earliest request
+    arrives at 0. Those longer than ``context`` are left out and counted in the notes. Raises ``ConfigError`` naming the line, and ``OSError``."""
+    if not (0 < scale < math.inf and 0 < speed < math.inf):
         raise ConfigError(f"a trace cannot be scaled by {scale} or played {speed} times as fast")
+    if block < 1 or (limit is not None and limit < 1):
+        raise ConfigError(f"a trace needs blocks of 1 token and 1 request at least, not {block} and {limit}")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text: {error}") from error
     size = max(1, round(block * scale))
     words = maker.encode(" ".join((*ADJECTIVES, *NOUNS, *PEOPLE)))
     blocks: dict[int, list[int]] = {}
     jobs: list[Job] = []
     too_long = 0
-    first: float | None = None
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         if limit is not None and len(jobs) >= limit:
             break
         if not line.strip():
@@ -49,12 +56,13 @@ def load(path: Path, maker: PromptMaker, *, block: int = BLOCK, scale: float = 1
         for one in entry["hash_ids"]:
             if one not in blocks:
                 blocks[one] = random.Random(f"{seed} {one}").choices(words, k=size)
-        first = entry["timestamp"] if first is None else first
         prompt = [token for one in entry["hash_ids"] for token in blocks[one]][:tokens]
-        jobs.append(Job(f"trace-{number}", prompt, output, arrival=(entry["timestamp"] - first) / 1000 / speed))
+        jobs.append(Job(f"trace-{number}", prompt, output, arrival=entry["timestamp"] / 1000 / speed))
     if not jobs:
-        raise ConfigError(f"{path} has no request of at most {context} tokens ({too_long} are longer); shrink it with a scale below {scale}")
-    jobs.sort(key=lambda job: job.arrival)
+        raise ConfigError(f"{path} has no request of at most {context} tokens ({too_long} are longer); shrink it with a scale below {scale:g}"
+                          if too_long else f"{path} has no request")
+    start = min(job.arrival for job in jobs)
+    jobs = sorted((replace(job, arrival=job.arrival - start) for job in jobs), key=lambda job: job.arrival)
     notes = (f"lengths times {scale:g}, {speed:g} times as fast",
              *([f"{too_long} requests longer than the model's context of {context} tokens are left out"] if too_long else []))
     return Work("trace", f"arrivals and shared prefixes of {path.name}", jobs, notes=notes)
@@ -69,7 +77,9 @@ def _entry(path: Path, number: int, line: str) -> dict:
         value = entry.get(name) if isinstance(entry, dict) else None
         if not isinstance(value, kinds) or isinstance(value, bool):
             raise ConfigError(f"{path}, line {number}: {name} is {value!r}")
-    if entry["input_length"] < 1 or entry["output_length"] < 0 or not all(isinstance(one, int) for one in entry["hash_ids"]):
+    if not abs(entry["timestamp"]) < math.inf:
+        raise ConfigError(f"{path}, line {number}: timestamp is {entry['timestamp']}, no time")
+    if entry["input_length"] < 1 or entry["output_length"] < 0 or not all(type(one) is int for one in entry["hash_ids"]):
         raise ConfigError(f"{path}, line {number}: lengths are counts, hash_ids whole numbers")
     return entry
 

@@ -26,8 +26,11 @@ INSTANCES = 16
 """Questions about one shared document, at most."""
 DISTRACTORS = 8
 VALUES = 4
-COMMON, OFTEN, SELDOM = 10, 30, 3
-"""``common-words``: so many words stand in the list ``OFTEN`` times, all others ``SELDOM`` times at most."""
+OTHERS = 3
+"""``multi-hop``: so many people work at other offices, so that no city is the answer for being the only one."""
+COMMON, OFTEN, SELDOM, ROUNDS = 10, 30, 3, 5
+"""``common-words``: so many words stand in the list ``OFTEN`` times. The others come ``SELDOM`` times each until the list is full, in a long
+list several times over, ``ROUNDS`` at most: half as often as the common ones."""
 _CONTINUATION = 64
 
 
@@ -70,10 +73,14 @@ def tracking(rng: random.Random, names: Sequence[str]) -> Asked:
 
 
 def multi_hop(rng: random.Random, names: Sequence[str]) -> Asked:
-    """Two facts have to be joined."""
-    person, office, city = rng.choice(PEOPLE), names[0], rng.choice(_CITIES)
-    return Asked([f"{person} works at the {office} office.", f"The {office} office is in {city}."],
-                 f"In which city is the office where {person}, who works at the {office} office, can be found?", f"{person} works in the city of", (city,))
+    """Two facts have to be joined: the question names a person, and only the text names the office."""
+    offices, surnames = names[: 1 + OTHERS], names[1 + OTHERS : 2 * (1 + OTHERS)]
+    people = [f"{rng.choice(PEOPLE)} {name.title()}" for name in surnames]  # no two alike, also where one document has several questions
+    cities = rng.sample(_CITIES, 1 + OTHERS)
+    facts = [f"{person} works at the {office} office." for person, office in zip(people, offices)]
+    facts += [f"The {office} office is in {city}." for office, city in zip(offices, cities)]
+    rng.shuffle(facts)
+    return Asked(facts, f"In which city does {people[0]} work?", f"{people[0]} works in the city of", (cities[0],))
 
 
 TASKS: dict[str, tuple[str, Callable[[random.Random, Sequence[str]], Asked]]] = {
@@ -105,7 +112,8 @@ def make(name: str, maker: PromptMaker, wanted: Wanted) -> Work:
 
 
 def common_words(maker: PromptMaker, wanted: Wanted) -> Work:
-    """A list of words, in which ``COMMON`` words stand ``OFTEN`` times. Raises ``ValueError`` when the list would have no other words."""
+    """A list of words, in which ``COMMON`` words stand ``OFTEN`` times. Raises ``ValueError`` when the list would have no other words, or
+    when there are too few of them to fill it."""
     if wanted.share_document:
         raise ValueError("common-words has one question for a list: its prompts cannot share one")
     rng = random.Random(f"common-words {wanted.seed}")
@@ -117,11 +125,13 @@ def common_words(maker: PromptMaker, wanted: Wanted) -> Work:
         pieces = {word: maker.encode(" " + word) for word in names}
         listed = [word for word in names[:COMMON] for _ in range(OFTEN)]
         room -= sum(len(pieces[word]) for word in listed)
-        for word in (other for other in names[COMMON:] for _ in range(SELDOM)):
+        for word in (other for _ in range(ROUNDS) for other in names[COMMON:] for _ in range(SELDOM)):
             room -= len(pieces[word])
             if room < 0:
                 break
             listed.append(word)
+        else:
+            raise ValueError(f"a list of words has {wanted.tokens - room} tokens at most, {wanted.tokens} are wanted")
         if len(listed) <= COMMON * OFTEN:
             raise ValueError(f"common-words needs more than {wanted.tokens} tokens: its common words alone take {-room + wanted.tokens}")
         rng.shuffle(listed)

@@ -24,19 +24,27 @@ _MAKERS: dict[str, Callable[[PromptMaker, Wanted], Work]] = {
     "common-words": ruler.common_words, "document-qa": documents.document_qa, "code": documents.code, "agent": conversations.agent, "chat": conversations.chat,
     "reasoning": documents.reasoning,
 }
+_COUNTS = ("tokens", "requests", "output_tokens", "long_output", "turns")
 
 
 def make(name: str, maker: PromptMaker, wanted: Wanted) -> Work:
-    """Raises ``ConfigError`` for a name that is none, and for sizes that do not fit the texts or the model."""
+    """Prompts of a single turn have ``wanted.tokens`` tokens or up to 20 less, those of ``reasoning`` apart. Raises ``ConfigError`` for a
+    name that is none, for what is wanted less than once, and for sizes that do not fit the texts or the model."""
+    if name not in NAMES:
+        raise ConfigError(f"{name!r} is no workload; known: {', '.join(NAMES)}")
+    if wrong := [f"{what} {getattr(wanted, what)}" for what in _COUNTS if getattr(wanted, what) < 1]:
+        raise ConfigError(f"workload {name}: {', '.join(wrong)}: at least 1 is needed")
+    if wanted.rate is not None and not wanted.rate > 0:
+        raise ConfigError(f"workload {name}: nothing arrives at a rate of {wanted.rate} per second")
     try:
         work = ruler.make(name, maker, wanted) if name in ruler.TASKS else _MAKERS[name](maker, wanted)
-    except KeyError:
-        raise ConfigError(f"{name!r} is no workload; known: {', '.join(NAMES)}") from None
     except ValueError as error:
         raise ConfigError(f"workload {name}: {error}") from error
     longest = max(tokens + job.output_tokens for tokens, job in zip(work.prompt_tokens(), work.jobs))
     if longest > wanted.context:
         raise ConfigError(f"workload {name}: a prompt and its answer have {longest} tokens, the model's context is {wanted.context}")
+    if wanted.share_document and not work.shared:
+        work = replace(work, notes=(*work.notes, "no document is shared: prefill has nothing of these prompts in its cache before a run"))
     return work if wanted.rate is None else replace(work, jobs=_arriving(work.jobs, wanted.rate, random.Random(f"arrivals {wanted.seed}")))
 
 

@@ -52,6 +52,12 @@ def test_the_seed_decides_the_tokens_but_not_the_sharing(tmp_path, maker):
     assert one == again != other
 
 
+def test_a_block_is_the_same_wherever_its_id_comes_first(tmp_path, maker):
+    alone = replay.load(written(tmp_path, entry(0, 512, 1, [7])), maker).jobs[0].prompt
+    later = replay.load(written(tmp_path, entry(0, 512, 1, [3]), entry(1, 1024, 1, [4, 7])), maker).jobs[1].prompt
+    assert later[512:] == alone != later[:512]
+
+
 def test_what_is_too_long_is_left_out_and_counted(tmp_path, maker):
     path = written(tmp_path, entry(0, 3000, 10, list(range(6))), entry(5000, 100, 10, [1]))
     work = replay.load(path, maker, context=1024)
@@ -66,10 +72,33 @@ def test_a_limit_takes_the_first(tmp_path, maker):
     assert len(replay.load(path, maker, limit=2).jobs) == 2
 
 
+def test_arrivals_are_from_the_earliest_on_whatever_the_order_of_the_lines(tmp_path, maker):
+    work = replay.load(written(tmp_path, entry(5000, 100, 1, [1]), entry(1000, 90, 1, [2])), maker)
+    assert [(job.name, job.arrival) for job in work.jobs] == [("trace-2", 0.0), ("trace-1", 4.0)]
+
+
+@pytest.mark.parametrize("how", [{"scale": float("nan")}, {"scale": 0.0}, {"speed": -1.0}, {"speed": float("inf")}, {"block": 0}, {"limit": 0}])
+def test_settings_that_make_no_sense_are_refused(tmp_path, maker, how):
+    with pytest.raises(ConfigError, match=str(next(iter(how.values())))):
+        replay.load(written(tmp_path, entry(0, 100, 1, [1])), maker, **how)
+
+
+def test_a_file_that_is_no_text_or_empty_says_so(tmp_path, maker):
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="is no text"):
+        replay.load(path, maker)
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="has no request$"):
+        replay.load(path, maker)
+
+
 @pytest.mark.parametrize("line, told", [
     ("{", "line 2: no JSON"), ("[1]", "timestamp"), (json.dumps({"timestamp": 1, "input_length": "x", "output_length": 1, "hash_ids": []}), "input_length"),
     (json.dumps({"timestamp": 1, "input_length": 5, "output_length": 1}), "hash_ids is None"), (json.dumps(entry(0, 600, 1, [1])), "do not cover"),
     (json.dumps(entry(0, 0, 1, [1])), "counts"), (json.dumps(entry(0, 5, 1, ["a"])), "whole numbers"),
+    (json.dumps(entry(0, 5, 1, [True])), "whole numbers"), (json.dumps(entry(float("nan"), 5, 1, [1])), "timestamp is nan"),
+    (json.dumps(entry(float("-inf"), 5, 1, [1])), "timestamp is -inf"),
 ])
 def test_a_bad_line_is_named(tmp_path, maker, line, told):
     with pytest.raises(ConfigError, match="line 2") as caught:

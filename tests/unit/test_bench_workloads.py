@@ -1,11 +1,15 @@
 """Workloads: sizes, answers that are really there, and nothing that depends on when they were made."""
 
+import json
+import re
+import sysconfig
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from oasis_sglang import models
-from oasis_sglang.bench import ruler, workloads
+from oasis_sglang.bench import documents, ruler, workloads
 from oasis_sglang.bench.jobs import Wanted
 from oasis_sglang.bench.load import conversations
 from oasis_sglang.prompts import PromptMaker
@@ -27,7 +31,23 @@ def make(maker, name, **wanted):
 def test_prompts_have_the_length_that_was_asked_for(maker, name):
     work = make(maker, name)
     assert len(work.jobs) == 5
-    assert all(1970 <= len(job.prompt) <= 2000 for job in work.jobs), [len(job.prompt) for job in work.jobs]
+    assert all(1980 <= len(job.prompt) <= 2000 for job in work.jobs), [len(job.prompt) for job in work.jobs]
+
+
+@pytest.mark.parametrize("name", list(workloads.NAMES))
+def test_no_text_has_a_special_token_but_those_of_the_chat(maker, name):
+    listed = json.loads((models.prepare(models.CUT_LAYERS) / "tokenizer.json").read_text())["added_tokens"]
+    special = {token["id"] for token in listed} - {token["id"] for token in listed if token["content"] in ("<|im_start|>", "<|im_end|>")}
+    assert len(special) > 2
+    for job in make(maker, name).jobs:
+        assert not special & {*job.prompt, *job.continuation}
+
+
+@pytest.mark.parametrize("name", ["needle", "document-qa", "reasoning"])
+def test_no_prompt_comes_twice(maker, name):
+    for seed in range(20):
+        jobs = make(maker, name, requests=16, seed=seed, share_document=name != "reasoning").jobs
+        assert len({tuple(job.prompt) for job in jobs}) == 16
 
 
 @pytest.mark.parametrize("name", list(workloads.NAMES))
@@ -75,12 +95,19 @@ def test_a_chain_of_variables_leads_from_the_value_to_each(maker):
         assert known == set(job.answers), "in one pass: the chain stands in its order"
 
 
-def test_both_facts_of_a_hop_are_there(maker):
-    for job in make(maker, "multi-hop").jobs:
-        text = maker.decode(job.prompt)
-        person, office = text.rpartition("who works at the ")[0].rpartition("where ")[2].rstrip(", "), text.rpartition("who works at the ")[2].split()[0]
-        assert f"{person} works at the {office} office." in text
-        assert f"The {office} office is in {job.answers[0]}." in text
+@pytest.mark.parametrize("share", [False, True])
+def test_a_hop_needs_both_facts(maker, share):
+    work = make(maker, "multi-hop", tokens=5000, share_document=share)
+    for job in work.jobs:
+        document, _, question = maker.decode(job.prompt).rpartition("\n\n")
+        works = re.findall(r"(\S+ \S+) works at the (\S+) office\.", document)
+        cities = dict(re.findall(r"The (\S+) office is in (\w+)\.", document))
+        offices = dict(works)
+        assert len(offices) == len(works) == len(cities) >= 1 + ruler.OTHERS, "no person works twice, no office lies in two cities"
+        asked = re.search(r"In which city does (\S+ \S+) work\?", question).group(1)
+        assert (cities[offices[asked]],) == job.answers
+        assert not any(office in question for office in cities), "the fact that joins is in the document only"
+        assert len(set(cities.values())) > ruler.OTHERS
 
 
 def test_common_words_are_the_most_common_ones(maker):
@@ -89,6 +116,16 @@ def test_common_words_are_the_most_common_ones(maker):
         assert {word for word, _ in words.most_common(ruler.COMMON)} == set(job.answers)
         assert all(words[word] == ruler.OFTEN for word in job.answers)
         assert max(n for word, n in words.items() if word not in job.answers) <= ruler.SELDOM
+
+
+def test_a_long_list_repeats_its_other_words_and_one_too_long_is_refused(maker):
+    job = make(maker, "common-words", tokens=12_000, context=16_384, requests=1).jobs[0]
+    assert 11_980 <= len(job.prompt) <= 12_000
+    words = Counter(maker.decode(job.prompt).split("\n\n")[0].split())
+    assert {word for word, n in words.items() if n == ruler.OFTEN} == set(job.answers)
+    assert ruler.SELDOM < max(n for word, n in words.items() if word not in job.answers) <= ruler.OFTEN // 2
+    with pytest.raises(ConfigError, match="100000 are wanted"):
+        make(maker, "common-words", tokens=100_000, context=131_072)
 
 
 @pytest.mark.parametrize("name", [*ruler.TASKS, "document-qa"])
@@ -116,11 +153,20 @@ def test_what_cannot_share_a_document_says_so(maker, name):
         make(maker, name, share_document=True)
 
 
+@pytest.mark.parametrize("name", ["agent", "chat", "reasoning"])
+def test_what_has_no_document_to_share_is_told_in_the_notes(maker, name):
+    assert any("no document is shared" in note for note in make(maker, name, share_document=True).notes)
+    assert not any("no document is shared" in note for note in make(maker, name).notes)
+
+
 def test_code_goes_on_as_the_source_does(maker):
-    work = make(maker, "code", requests=2)
-    for job in work.jobs:
+    library = Path(sysconfig.get_paths()["stdlib"])
+    sources = [(library / f"{name}.py").read_text() for name in documents.CODE]
+    for job in make(maker, "code").jobs:
         assert len(job.continuation) == 64
         assert not job.answers
+        # A cut may lie within a character, so that the first one is not compared.
+        assert any(maker.decode([*job.prompt, *job.continuation])[1:] in source for source in sources)
 
 
 def test_an_agent_has_a_long_first_turn_and_short_ones(maker):
@@ -129,7 +175,7 @@ def test_an_agent_has_a_long_first_turn_and_short_ones(maker):
     assert [len(chain) for chain in chains] == [6, 6]
     for chain in chains:
         assert 2700 <= len(chain[0].prompt) <= 3000
-        assert all(40 <= len(job.prompt) <= 230 and 16 <= job.output_tokens <= 32 for job in chain[1:])
+        assert all(40 <= len(job.prompt) <= 200 and 16 <= job.output_tokens <= 32 for job in chain[1:])
     assert chains[0][0].prompt != chains[1][0].prompt
     tokens = dict(zip((job.name for job in work.jobs), work.prompt_tokens()))
     last, before = chains[0][-1], chains[0][-2]
@@ -176,6 +222,19 @@ def test_a_workload_is_described_by_what_it_has(maker):
     assert (about.requests, about.digest, about.scored) == (4, work.digest, False)
     assert about.prompt_tokens[0] <= about.prompt_tokens[1] <= about.prompt_tokens[2] == max(work.prompt_tokens())
     assert workloads.describe(make(maker, "needle")).scored
+
+
+def test_turns_have_the_lengths_stated_at_every_seed(maker):
+    lengths = [len(job.prompt) for seed in range(20) for job in make(maker, "agent", seed=seed, turns=13).jobs if job.after]
+    assert min(lengths) >= 40 and max(lengths) <= 200 and max(lengths) - min(lengths) > 100
+
+
+@pytest.mark.parametrize("wanted", [{"requests": 0}, {"turns": 0}, {"tokens": 0}, {"output_tokens": 0}, {"long_output": -1}, {"rate": 0.0}, {"rate": -1.0}])
+@pytest.mark.parametrize("name", ["code", "chat", "reasoning"])
+def test_less_than_one_of_anything_is_refused_by_name(maker, name, wanted):
+    with pytest.raises(ConfigError, match=next(iter(wanted))) as caught:
+        make(maker, name, **wanted)
+    assert str(next(iter(wanted.values()))) in str(caught.value)
 
 
 def test_an_unknown_workload_is_told_what_there_is(maker):
