@@ -25,7 +25,7 @@ EMA_DECAY = 0.7
 FLOOR = 1
 """Of the pulls of a step, so many of each (layer, KV head)'s best missing blocks come before any other head gets more."""
 
-STICKY = 0.25
+STICKY = 3.0
 """By how much more than a resident block another one must promise to take its place: fewer pulls, the same divergence."""
 
 

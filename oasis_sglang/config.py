@@ -64,7 +64,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tail_tokens: int = 256
     fetch_blocks_per_step: int = 2
     warmup_steps: int = 0
-    hysteresis: float = 0.25
+    hysteresis: float = 3.0
     lookahead_rows: int = 1
     draft_trust: float = 0.25
     profile: str = ""

@@ -31,7 +31,7 @@ def study(
     heads: Annotated[str, typer.Option(help="Dense heads: none, profile, arbitrary.", show_default="none, and profile when there is one")] = "",
     caps: Annotated[str, typer.Option(help="fetch_blocks_per_step, 0 = no limit.")] = "2",
     floors: Annotated[str, typer.Option(help="Blocks that each head may pull before others get more.")] = "1",
-    stickies: Annotated[str, typer.Option(help="By how much more than a resident block another must promise (hysteresis).")] = "0.25",
+    stickies: Annotated[str, typer.Option(help="By how much more than a resident block another must promise (hysteresis).")] = "3",
     warmups: Annotated[str, typer.Option(help="warmup_steps.")] = "0",
     trusts: Annotated[str, typer.Option(help="draft_trust, where right drafts are kept.")] = "0.25",
     ahead: Annotated[int, typer.Option(min=1, help="Drafted rows that choose.")] = 1,

@@ -90,7 +90,9 @@ class Node:
 
     def __init__(self, folder, *, seed: int = 0, layers: int = 2, kv_heads: int = 2, head_dim: int = 8, group: int = 2, page: int = 16,
                  dtype: str = "float32", pages: int = 60, rows: int = 6, context: int = 1024, budget: int = 6, sink: int = 1, recent: int = 2, tail: int = 2,
-                 wait: bool = False, keep: bool = False, donate: bool = False, cap: int = 0, draft: int = 0, warmup: int = 0, ahead: int = 1, critical: tuple[int, ...] = (), lane_pages: int = 200, cache: int = 4096, admission: str = "selected", wait_seconds: float = 10.0, records: int = 512,
+                 wait: bool = False, keep: bool = False, donate: bool = False, cap: int = 0, draft: int = 0, warmup: int = 0, ahead: int = 1,
+                 critical: tuple[int, ...] = (), lane_pages: int = 200, cache: int = 4096, admission: str = "selected", wait_seconds: float = 10.0,
+                 records: int = 512,
                  prefill_pages: int = 64, windows: int = 4, running: int = 8):
         """Sizes in pages (``budget``, ``sink``, ``recent``, ``tail``, ``pages``) and pieces (``cache``); ``running`` requests at
         once. ``draft`` > 0: each step verifies so many tokens, of which ``accept(reqs)`` int64 [b] are kept. ``critical``: pieces
@@ -111,7 +113,9 @@ class Node:
                               context=context + 2 * draft, tokens=lane_pages * page, dtype=self.dtype, device="cpu") if critical else None
         self.coordinator = Coordinator(runner, sizes, self.lane)
         self.puller, self.faults = self.world.decode.puller, self.world.tier.faults
+        # Eager: working sets that change a lot are what these tests are about.
         options = OasisConfig(admission=admission, fetch_blocks_per_step=cap, warmup_steps=warmup, lookahead_rows=ahead, wait_seconds=wait_seconds,
+                              hysteresis=0.25,
                               host_cache_bytes=cache * lay.piece_bytes, publish_generated=donate)
         self._fetch = _bind_working_sets(self.coordinator, kv_heads * group, options, SUMMARY, lay, PageSink(self.pool.k_buffer, self.pool.v_buffer, lay),
                                          self.puller, lambda: None, keep=keep)
