@@ -21,6 +21,7 @@ def plan(
     page: Annotated[int, typer.Option(help="Tokens of a block: --page-size.")] = 16,
     summary: Annotated[str, typer.Option(help="summary.")] = "mean_var_int8",
     fetch_blocks: Annotated[float, typer.Option(min=0, help="fetch_blocks_per_step, 0 = no limit.")] = 2.0,
+    hysteresis: Annotated[float | None, typer.Option(min=0, help="hysteresis.", show_default="as decode nodes")] = None,
     profile_heads: Annotated[float, typer.Option(min=0, max=1, help="Share of heads that a profile serves from all blocks; SmolLM2's: 0.056.")] = 0.0,
     kv_dtype: Annotated[str, typer.Option(help="Of the KV cache: bfloat16, float16, float8, float32.")] = "bfloat16",
     tp: Annotated[int, typer.Option(min=1, help="GPUs of a decode node, tensor parallel.")] = 1,
@@ -53,7 +54,8 @@ def plan(
         layout = sizes.layout_of_shape(shape, kv_dtype, page=page, tp=tp, summary=summary)
         defaults = OasisConfig()
         served = Served(layout, make_budget(page, budget, defaults.sink_tokens, defaults.recent_tokens, tail, wait=False),
-                        critical=round(profile_heads * layout.pieces), cap=fetch_blocks)
+                        critical=round(profile_heads * layout.pieces), cap=fetch_blocks,
+                        hysteresis=defaults.hysteresis if hysteresis is None else hysteresis)
         machine = Machine(parse_size(hbm), parse_size(dram), units.parse_rate(link), units.parse_rate(hbm_bandwidth), units.parse_rate(bus), hbm_share,
                           defaults.staging_bytes)
         notes = show.notes(shape, kv_dtype, served, machine)
@@ -63,7 +65,7 @@ def plan(
             typer.echo(json.dumps({"model": shape.name, "notes": notes, "forecasts": found}, indent=1))
             return
         heads = f", {served.critical * tp} of {layout.pieces * tp} heads from all blocks" if served.critical else ""
-        title = f"{shape.name}: {budget:,} tokens of budget{heads}, {output:,} tokens of output, {tp} x {hbm}, link {link}"
+        title = f"{shape.name}: {budget:,} tokens of budget{heads}, hysteresis {served.hysteresis:g}, {output:,} tokens of output, {tp} x {hbm}, link {link}"
         _print(title, show.rows(found), notes, as_markdown)
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from decode_node.budget import Budget
+from oasis_sglang.config import OasisConfig
 from oasis_sglang.plan import sizes
 from oasis_sglang.plan.pulls import pulled, swapped
 from oasis_sglang.plan.shapes import Shape
@@ -21,7 +22,7 @@ MOST_OUTPUT = 1 << 20
 class Served:
     """A model as Oasis serves it. ``layout``: of one rank; ``critical``: (layer, KV head)s of a rank in the dense lane; ``cap``:
     ``fetch_blocks_per_step``; ``full``: admission=full; ``keeps``: decode keeps blocks for later requests (--radix-cache-backend oasis);
-    ``tokens_per_step``: more than 1 where drafts are kept."""
+    ``tokens_per_step``: more than 1 where drafts are kept; ``hysteresis``: the option."""
 
     layout: KVLayout
     budget: Budget
@@ -30,6 +31,7 @@ class Served:
     full: bool = False
     keeps: bool = True
     tokens_per_step: float = 1.0
+    hysteresis: float = OasisConfig().hysteresis
 
     @property
     def ranks(self) -> int:
@@ -91,7 +93,7 @@ def on_demand(served: Served, ask: Ask, output: float | None = None) -> float:
     need = served.budget.need(ask.prompt, ask.output)
     if not need.selecting or served.full:
         return 0.0
-    blocks = pulled(_steps(served, ask.output if output is None else output), min(whole, need.working), whole, served.cap)
+    blocks = pulled(steps(served, ask.output if output is None else output), min(whole, need.working), whole, served.cap, served.hysteresis)
     return blocks * _block_bytes(served)
 
 
@@ -105,10 +107,11 @@ def on_demand_limit(served: Served, ask: Ask) -> int:
 def on_demand_at_most(served: Served, ask: Ask) -> float:
     """``on_demand`` of an answer whose every step pulls ``fetch_blocks_per_step``, whatever the model."""
     most = on_demand_limit(served, ask)
-    return min(_steps(served, ask.output) * served.cap * _block_bytes(served), most) if served.cap else most
+    return min(steps(served, ask.output) * served.cap * _block_bytes(served), most) if served.cap else most
 
 
-def _steps(served: Served, output: float) -> float:
+def steps(served: Served, output: float) -> float:
+    """Decode steps of ``output`` tokens; the first of them came with the manifest."""
     return max(0.0, output - 1) / served.tokens_per_step
 
 
@@ -221,9 +224,14 @@ def step_reads(served: Served, ask: Ask) -> float:
 
 def step_swaps(served: Served, ask: Ask) -> float:
     """Bytes of a request that a decode step brings from the host cache into the working set."""
+    return exchanged(served, ask) * _block_bytes(served)
+
+
+def exchanged(served: Served, ask: Ask) -> float:
+    """Blocks of each (layer, KV head) that selects which a decode step brings from the host cache."""
     whole = ask.prompt // served.page
     need = served.budget.need(ask.prompt, ask.output)
-    return swapped(min(whole, need.working), whole) * _block_bytes(served) if need.selecting else 0.0
+    return swapped(min(whole, need.working), whole, served.hysteresis) if need.selecting else 0.0
 
 
 def _load(shape: Shape, served: Served, ask: Ask, machine: Machine, most: dict[str, int], offered: int | None, reads: float, brought: float,

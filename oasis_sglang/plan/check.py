@@ -69,7 +69,8 @@ def served_of(model: Mapping[str, Any], system: System, point: Mapping[str, Any]
     budget = make_budget(layout.block_tokens, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens,
                          options.on_miss == "wait", int(_last(flags, "--speculative-num-draft-tokens", "0")))
     return Served(layout, budget._replace(exact=options.mode == "exact"), critical=_critical(model, options.profile), cap=options.fetch_blocks_per_step,
-                  full=options.admission == "full", keeps=_last(flags, "--radix-cache-backend", "oasis") == "oasis", tokens_per_step=tokens_per_step)
+                  full=options.admission == "full", keeps=_last(flags, "--radix-cache-backend", "oasis") == "oasis", tokens_per_step=tokens_per_step,
+                  hysteresis=options.hysteresis)
 
 
 def _last(flags: Sequence[str], name: str, default: str) -> str:
@@ -121,9 +122,11 @@ def _oasis(run: Run, served: Served, answered: list[Request]) -> dict[str, tuple
         "admitted bytes": (sum(sum(capacity.admitted(served, _ask(r)).values()) for r in counted),
                            sum(sum(r.admitted_bytes_by_phase.values()) for r in counted)),
         "lifetime bytes": (sum(capacity.lifetime(served, _ask(r)) for r in counted), sum(sum(r.lifetime_bytes_by_phase.values()) for r in counted))}
+    asks = [_ask(request) for request in answered]
+    if node.request_steps and node.swapped_pieces is not None:
+        found["swaps per head and step"] = (_swaps(served, asks), node.swapped_pieces / node.request_steps / (served.layout.pieces - served.critical))
     if not node.kv_pool_tokens:
         return found
-    asks = [_ask(request) for request in answered]
     needs = [served.budget.need(ask.prompt, ask.output).pages for ask in asks]
     at_once = min(open_at_once(answered), node.kv_pool_tokens // served.page // max(needs))
     found |= {"requests at once": (at_once, node.concurrency),
@@ -133,6 +136,12 @@ def _oasis(run: Run, served: Served, answered: list[Request]) -> dict[str, tuple
     held = sum(caches if served.keeps else caches[-at_once:] if at_once else ())
     found["decode host bytes"] = (min(held, node.host_reserved_bytes or math.inf), node.host_used_bytes_peak)
     return found
+
+
+def _swaps(served: Served, asks: Sequence[Ask]) -> float:
+    """Blocks of a (layer, KV head) that selects which a step exchanges, on average over the steps of requests that select."""
+    steps = [capacity.steps(served, ask.output) * served.budget.need(ask.prompt, ask.output).selecting for ask in asks]
+    return sum(n * capacity.exchanged(served, ask) for n, ask in zip(steps, asks)) / (sum(steps) or 1.0)
 
 
 def open_at_once(requests: Sequence[Request]) -> int:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from decode_node.budget import make_budget
 from oasis_sglang.bench.records import Meters, Node, Request, Results, Run, System, Workload, load, save
 from oasis_sglang.cli import app
+from oasis_sglang.config import OasisConfig
 from oasis_sglang.plan import capacity, check, pulls, shapes, show, sizes, units
 from oasis_sglang.plan.capacity import Ask, Machine, Served
 from transport.errors import ConfigError
@@ -166,28 +167,74 @@ def test_heads_are_divided_over_ranks_and_copied_where_there_are_too_few():
 # -- pulls ------------------------------------------------------------------------------------------------------------
 
 WORKING, STEPS, CAPS = st.integers(6, 512), st.integers(0, 100_000), st.sampled_from([0, 0.5, 1, 2, 8])
+HYSTERESIS = st.floats(0, 20)
 
 
-@given(st.data(), WORKING, STEPS, CAPS)
-def test_pulls_grow_with_steps_and_stay_below_cap_and_prompt(data, working, steps, cap):
+@given(st.data(), WORKING, STEPS, CAPS, HYSTERESIS)
+def test_pulls_grow_with_steps_and_stay_below_cap_and_prompt(data, working, steps, cap, hysteresis):
     blocks = data.draw(st.integers(working, 10_000))
-    now, later = pulls.pulled(steps, working, blocks, cap), pulls.pulled(steps + 1, working, blocks, cap)
+    now, later = (pulls.pulled(steps + more, working, blocks, cap, hysteresis) for more in (0, 1))
     assert 0 <= now <= later <= blocks - working
     if cap:
         assert now <= cap * steps + 1e-6 and later - now <= cap + 1e-6
 
 
-@given(WORKING, st.integers(1, 5000), CAPS)
-def test_a_longer_prompt_never_pulls_less(working, steps, cap):
-    longer = [pulls.pulled(steps, working, working + more, cap) for more in (0, 1, 10, 100, 1000, 10_000)]
+@given(WORKING, st.integers(1, 5000), CAPS, HYSTERESIS)
+def test_a_longer_prompt_never_pulls_less(working, steps, cap, hysteresis):
+    longer = [pulls.pulled(steps, working, working + more, cap, hysteresis) for more in (0, 1, 10, 100, 1000, 10_000)]
     assert longer == sorted(longer) and longer[0] == 0
 
 
 def test_pulls_by_hand():
-    assert pulls.pulled(8, 32, 375, 2) == 16, "early on the cap binds"
-    assert pulls.pulled(64, 64, 10**12, 0) == pytest.approx(0.8 * 64**0.65 * 64**0.55), "without a cap and an end: A W^C t^B"
-    assert pulls.pulled(1e12, 32, 375, 2) == pytest.approx(343), "and at last everything"
-    assert pulls.swapped(64, 1000) == pytest.approx(0.5 * 64**0.65) and pulls.swapped(64, 67) == 3
+    assert pulls.pulled(8, 32, 375, 2, 0.25) == 16, "early on the cap binds"
+    assert pulls.pulled(64, 64, 10**12, 0, 0.25) == pytest.approx(0.8 * 64**0.65 * 64**0.55), "without a cap and an end: A W^C t^B"
+    assert pulls.pulled(64, 64, 10**12, 0, 3) == pytest.approx(0.65 * 0.8 * 64**0.65 * 64**0.55), "hysteresis scales A"
+    assert pulls.pulled(1e12, 32, 375, 2, 8) == pytest.approx(343), "and at last everything"
+    assert pulls.swapped(64, 1000, 0.25) == pytest.approx(0.5 * 64**0.65) and pulls.swapped(64, 67, 0.25) == 3
+    assert pulls.swapped(64, 1000, 3) == pytest.approx(0.33 * 0.5 * 64**0.65)
+
+
+def test_between_and_beyond_what_was_measured():
+    assert [pulls.kept(h) for h in (0.25, 1, 3, 8)] == [pytest.approx(factors) for factors in pulls.HYSTERESIS.values()]
+    assert pulls.kept(0) == (1, 1) and pulls.kept(1e6) == pulls.kept(8)
+    middle = math.sqrt((1 + 1) * (1 + 3)) - 1
+    assert pulls.kept(middle) == pytest.approx((0.75, 0.475)), "halfway in log(1 + hysteresis)"
+
+
+@given(HYSTERESIS, HYSTERESIS, WORKING, st.integers(1, 5000), CAPS)
+def test_more_hysteresis_never_pulls_or_swaps_more(one, other, working, steps, cap):
+    less, more = sorted((one, other))
+    assert pulls.pulled(steps, working, 1000, cap, more) <= pulls.pulled(steps, working, 1000, cap, less) + 1e-9
+    assert pulls.swapped(working, 1000, more) <= pulls.swapped(working, 1000, less)
+
+
+ON_DEMAND = {0.25: {5866: 51_740_672, 5797: 50_847_744, 6000: 38_256_640, 6001: 46_915_584},
+             1.0: {5866: 45_514_752, 5797: 44_957_696, 6000: 33_308_672, 6001: 40_173_568},
+             3.0: {5866: 36_093_952, 5797: 35_520_512, 6000: 26_525_696, 6001: 30_949_376}, 8.0: {5866: 26_615_808, 5797: 25_133_056}}
+"""Served: hysteresis, prompt tokens (of two texts the same, one is counted up), bytes on demand: 64 tokens, budget 512, five of 90 heads critical, cap 2."""
+SWAPPED = {0.25: 4.71, 1.0: 2.94, 3.0: 1.55, 8.0: 0.917}
+"""Of the same runs: blocks per selecting head and step."""
+
+
+def test_the_table_of_hysteresis_is_what_was_served(monkeypatch):
+    def pace(blocks: int, bytes_: int) -> float:
+        """A, relative to the law's, with which it pulls so many bytes."""
+        low, high = 0.1, 10.0
+        for _ in range(50):
+            middle = math.sqrt(low * high)
+            monkeypatch.setattr(pulls, "WANTED", 0.8 * middle)
+            low, high = (middle, high) if pulls.pulled(63, 32, blocks, 2, 0.25) < bytes_ / 85 / 8192 else (low, middle)
+        return low
+
+    base = {prompt: pace(prompt // 16, bytes_) for prompt, bytes_ in ON_DEMAND[0.25].items()}
+    assert math.prod(base.values()) ** 0.25 == pytest.approx(1, abs=0.06), "the law itself"
+    for hysteresis, measured in ON_DEMAND.items():
+        factors = [pace(prompt // 16, bytes_) / base[prompt] for prompt, bytes_ in measured.items()]
+        wanted, swaps = pulls.HYSTERESIS[hysteresis]
+        assert math.prod(factors) ** (1 / len(factors)) == pytest.approx(wanted, abs=0.006)
+        assert max(factors) - min(factors) < 0.05
+        assert SWAPPED[hysteresis] / SWAPPED[0.25] == pytest.approx(swaps, abs=0.006)
+        assert pulls.swapped(32, 370, hysteresis) == pytest.approx(SWAPPED[hysteresis], rel=0.03)
 
 
 @given(st.sampled_from([512, 1024, 2048, 4096]), st.integers(4200, 200_000))
@@ -230,7 +277,9 @@ def test_a_step_is_what_it_reads_and_swaps():
     stock, oasis = (of(LLAMA, one, ask, MACHINE, 8) for of in (capacity.stock_load, capacity.oasis_load))
     assert stock.step == pytest.approx((LLAMA.weights_read(8) + 8 * 16_640 * 131_072) / 3.35e12) and stock.swaps == 0
     compact, scored = (2048 + 256) * 131_072, 256 * 1024 * (132 + 12)
-    assert oasis.swaps == pytest.approx(8 * 0.5 * 128**0.65 * 256 * 8192 / 55e9)
+    assert oasis.swaps == pytest.approx(8 * 0.5 * 128**0.65 * pulls.kept(OasisConfig().hysteresis)[1] * 256 * 8192 / 55e9)
+    tame, wild = (capacity.oasis_load(LLAMA, served(hysteresis=h), ask, MACHINE, 8) for h in (3, 0.25))
+    assert tame.swaps == pytest.approx(0.33 * wild.swaps) and tame.step - tame.swaps == pytest.approx(wild.step - wild.swaps)
     assert oasis.step - oasis.swaps == pytest.approx((LLAMA.weights_read(8) + 8 * (compact + scored)) / 3.35e12)
     assert oasis.tokens == pytest.approx(8 / oasis.step) and oasis.wire == pytest.approx(oasis.tokens / 512 * capacity.lifetime(one, ask))
 
@@ -274,18 +323,19 @@ def test_the_even_link_is_where_waiting_is_even():
 
 # -- measured ---------------------------------------------------------------------------------------------------------
 
-MEASURED = [(512, 5905, 64, 0, 0.098, 0.282), (1024, 5905, 64, 0, 0.185, 0.415), (512, 5905, 64, 5, 0.149, 0.327), (1024, 5905, 64, 5, 0.231, 0.461),
-            (1024, 6000, 128, 0, 0.180, 0.493)]
-"""Budget, mean prompt tokens, output, critical heads of 90, admitted and lifetime share: docs/benchmarks.md."""
+MEASURED = [(512, 0.25, 5905, 64, 0, 0.098, 0.282), (1024, 0.25, 5905, 64, 0, 0.185, 0.415), (512, 0.25, 5905, 64, 5, 0.149, 0.327),
+            (1024, 0.25, 5905, 64, 5, 0.231, 0.461), (1024, 0.25, 6000, 128, 0, 0.180, 0.493), (512, 0.25, 5916, 64, 5, 0.148, 0.321),
+            (512, 1, 5916, 64, 5, 0.148, 0.299), (512, 3, 5916, 64, 5, 0.148, 0.267), (1024, 3, 5888, 64, 5, 0.231, 0.406)]
+"""Budget, hysteresis, mean prompt tokens, output, critical heads of 90, admitted and lifetime share: docs/benchmarks.md."""
 
 
-@pytest.mark.parametrize("budget, prompt, output, critical, admitted, lifetime", MEASURED)
-def test_it_predicts_what_was_measured_and_the_page_says_how_well(budget, prompt, output, critical, admitted, lifetime):
-    one, ask = small(budget, critical=critical), Ask(prompt, output)
+@pytest.mark.parametrize("budget, hysteresis, prompt, output, critical, admitted, lifetime", MEASURED)
+def test_it_predicts_what_was_measured_and_the_page_says_how_well(budget, hysteresis, prompt, output, critical, admitted, lifetime):
+    one, ask = small(budget, critical=critical, hysteresis=hysteresis), Ask(prompt, output)
     full = capacity.full_transfer(one.layout, prompt)
     first, all_of_it = sum(capacity.admitted(one, ask).values()) / full, capacity.lifetime(one, ask) / full
     assert first / admitted == pytest.approx(1, abs=0.02) and all_of_it / lifetime == pytest.approx(1, abs=0.06)
-    row = f"| {budget:,} | {critical} of 90 | {output} | {admitted:.3f} | {first:.3f} | {lifetime:.3f} | {all_of_it:.3f} |"
+    row = f"| {budget:,} | {hysteresis} | {critical} of 90 | {output} | {admitted:.3f} | {first:.3f} | {lifetime:.3f} | {all_of_it:.3f} |"
     assert row in DOC.read_text(), row
 
 
@@ -300,9 +350,10 @@ def results(tmp_path: Path, **changes) -> Path:
 
     counted = dict(admitted_bytes_by_phase=phases, lifetime_bytes_by_phase={**phases, "on_demand": round(capacity.on_demand(one, ask) / 2)})
     oasis = Node(concurrency=2, kv_pool_tokens=13_280, kv_pool_tokens_peak=2 * 768, host_reserved_bytes=1 << 31,
-                 host_used_bytes_peak=round(4 * capacity.host(one, ask)["cache"]))
+                 host_used_bytes_peak=round(4 * capacity.host(one, ask)["cache"]), request_steps=126,
+                 swapped_pieces=round(126 * 85 * pulls.swapped(32, 375, one.hysteresis) / 2))
     options = {"budget_tokens": 512, "profile": "gone.json"}
-    systems = [System("stock", "stock", "", True), System("oasis", "oasis", "", False, options=options, **changes)]
+    systems = [System("stock", "stock", "", True), System("oasis", "oasis", "", False, **{"options": options, **changes})]
     model = {"layers": 30, "kv_heads": 3, "head_dim": 64, "itemsize": 4, "block_tokens": 16, "critical_heads": 5}
     runs = [Run("stock", "needle", 0, {"concurrency": 2}, 0, 9.0, requests(), Node(wire_bytes=2 * 276_480_000, concurrency=2, kv_pool_tokens=13_280), Meters()),
             Run("oasis", "needle", 0, {"concurrency": 2}, 1, 9.0, requests(**counted), oasis, Meters())]
@@ -318,9 +369,9 @@ def test_predictions_stand_beside_measurements(tmp_path):
     lifetime = rows["oasis", "lifetime bytes"]
     assert ratios == {("stock", "wire bytes"): 1.0, ("stock", "requests at once"): 1.0, ("oasis", "admitted bytes"): 1.0, ("oasis", "requests at once"): 1.0,
                       ("oasis", "lifetime bytes"): round(lifetime.predicted / lifetime.measured, 3), ("oasis", "KV pool tokens"): 1.0,
-                      ("oasis", "decode host bytes"): 0.5}
+                      ("oasis", "decode host bytes"): 0.5, ("oasis", "swaps per head and step"): 2.0}
     one, ask = small(critical=5), Ask(6000, 64)
-    assert lifetime.predicted == pytest.approx(2 * capacity.lifetime(one, ask)) and lifetime.ratio > 1.3
+    assert lifetime.predicted == pytest.approx(2 * capacity.lifetime(one, ask)) and lifetime.ratio > 1.1
     worst = check.worst(rows.values())
     assert worst["lifetime bytes"] is lifetime and worst["decode host bytes"].ratio == pytest.approx(0.5, abs=1e-6)
 
@@ -346,7 +397,7 @@ def test_the_command_prints_them_and_names_what_a_file_lacks(tmp_path):
     shown = CliRunner().invoke(app, ["plan", "--check", str(path), "--markdown"])
     assert shown.exit_code == 0 and "| worst decode host bytes | oasis | needle, concurrency 2, repeat 0 |" in shown.stdout and "| 0.50 |" in shown.stdout
     figures = json.loads(CliRunner().invoke(app, ["plan", "--check", str(path), "--json"]).stdout)
-    assert figures["worst"]["admitted bytes"] == 1.0 and len(figures["runs"]) == 7
+    assert figures["worst"]["admitted bytes"] == 1.0 and len(figures["runs"]) == 8
     raw = json.loads(path.read_text())
     del raw["model"]["itemsize"]
     path.write_text(json.dumps(raw))
@@ -363,8 +414,25 @@ def test_options_and_flags_of_a_system_become_the_model():
     assert exact.keeps and capacity.admitted(exact, Ask(6000, 64))["records"] == 375 * 737_280
     swept = [check.served_of(model, System(name, "oasis", "", False), {"budget": 512}).budget.working for name in ("oasis", "oasis:1024")]
     assert swept == [32, 64]
+    held = [check.served_of(model, System("oasis", "oasis", "", False, options=options)).hysteresis for options in ({"hysteresis": 0.5}, {})]
+    assert held == [0.5, OasisConfig().hysteresis]
     with pytest.raises(ConfigError, match="critical_heads"):
         check.served_of(model, System("oasis", "oasis", "", False, options={"profile": "gone.json"}))
+
+
+def test_swaps_are_those_of_steps_of_requests_that_select(tmp_path):
+    found = load(results(tmp_path, options={"budget_tokens": 512, "profile": "gone.json", "hysteresis": 1}))
+    run = found.runs[1]
+    run.requests[1] = replace(run.requests[1], prompt_tokens=200)  # selects nothing
+    predicted = {row.figure: row.predicted for row in check.compare(found)}
+    assert predicted["swaps per head and step"] == pytest.approx(pulls.swapped(32, 375, 1))
+    run.requests[1] = replace(run.requests[1], prompt_tokens=528, output_ids=[7] * 300)  # one block beside its working set
+    run.node.kv_pool_tokens, run.node.swapped_pieces = None, 85
+    (row,) = (row for row in check.compare(found) if row.figure == "swaps per head and step")
+    assert row.predicted == pytest.approx((63 * pulls.swapped(32, 375, 1) + 299) / (63 + 299)), "by steps"
+    assert row.measured == pytest.approx(1 / 126), "without a pool too"
+    run.node.swapped_pieces = None
+    assert not any(row.figure == "swaps per head and step" for row in check.compare(found))
 
 
 def test_requests_that_are_open_at_once_are_counted():
@@ -395,8 +463,8 @@ def test_token_lists():
             units.parse_tokens(text)
 
 
-@pytest.mark.parametrize("arguments, told", [(["--model", "Llama-9"], "Qwen/Qwen3-8B"), (["--link", "fast"], "not a rate"), (["--budget", "32"], "budget_tokens"),
-                                             (["--kv-dtype", "int3"], "float8"), (["--hbm", "many"], "not a size"), (["--check", "gone.json"], "gone.json")])
+@pytest.mark.parametrize("arguments, told", [(["--model", "Llama-9"], "Qwen/Qwen3-8B"), (["--link", "fast"], "not a rate"),
+                                             (["--budget", "32"], "budget_tokens"), (["--kv-dtype", "int3"], "float8"), (["--hbm", "many"], "not a size"), (["--check", "gone.json"], "gone.json")])
 def test_wrong_arguments_are_told_in_one_line(arguments, told):
     done = CliRunner().invoke(app, ["plan", *arguments])
     assert done.exit_code == 1 and told in done.stderr and done.stderr.count("\n") == 1
@@ -409,6 +477,11 @@ def test_json_has_every_figure_and_no_infinity():
     assert forecast["full_transfer_bytes"] == GIB and forecast["oasis"]["requests"] == forecast["stock"]["requests"] == 4
     assert forecast["even_link"] == pytest.approx((GIB - forecast["admitted_bytes"]) / (0.06 * 16.384))
     assert "codes" in out["notes"][0]
+    default = OasisConfig().hysteresis
+    bytes_ = [json.loads(CliRunner().invoke(app, ["plan", "--json", "--context", "16384", *more]).stdout)["forecasts"][0]["lifetime_bytes"]
+              for more in ([], ["--hysteresis", str(default)], ["--hysteresis", "0.25"])]
+    assert bytes_[:2] == [capacity.lifetime(served(), Ask(16_384, 512))] * 2
+    assert bytes_[2] == capacity.lifetime(served(hysteresis=0.25), Ask(16_384, 512)) > capacity.lifetime(served(hysteresis=8), Ask(16_384, 512))
     free = json.loads(CliRunner().invoke(app, ["plan", "--json", "--context", "16384"]).stdout)
     assert free["forecasts"][0]["even_link"] is None
 
