@@ -9,6 +9,7 @@ keeping it cannot fail.
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ import numpy as np
 
 from transport.errors import CapacityError, ConfigError
 
+NAME = "oasis-host-cache"
 EVICTED_SHARE = 16
 """When room is short, at least one sixteenth of all pieces goes at once: finding the oldest costs a look at all of them."""
 
@@ -257,5 +259,11 @@ def _memory(pieces: int, piece_bytes: int, pin: bool) -> np.ndarray:
 
         return torch.empty((pieces, piece_bytes), dtype=torch.uint8, pin_memory=True).numpy()
     size = pieces * piece_bytes
-    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # By name, so that the kernel can be asked how much of it is in memory (/proc/PID/smaps); pages come as they are written.
+    fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, max(1, size))
+        memory = mmap.mmap(fd, max(1, size))
+    finally:
+        os.close(fd)
     return np.frombuffer(memory, np.uint8)[:size].reshape(pieces, piece_bytes)

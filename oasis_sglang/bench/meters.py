@@ -34,6 +34,21 @@ def proportional_bytes(pid: int) -> int:
     return next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
 
 
+def mapped_bytes(pid: int, name: str) -> int:
+    """Bytes in memory of what the process has mapped of a memory file of that name; 0 once it is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    total, inside = 0, False
+    for line in lines:
+        if line.startswith("Rss:"):
+            total += int(line.split()[1]) << 10 if inside else 0
+        elif "-" in line.partition(" ")[0]:  # the head of a mapping: its addresses, at last what it is of
+            inside = f"/memfd:{name} " in line + " "
+    return total
+
+
 def tree(pids: Iterable[int]) -> set[int]:
     """These processes and all that descend from them."""
     found: set[int] = set()

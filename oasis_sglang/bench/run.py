@@ -17,6 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from zlib import crc32
 
+from decode_node import host_cache
 from oasis_sglang.bench import counters, figures, load, meters, quality, records, replay, serving, systems, workloads
 from oasis_sglang.bench.about import machine, shape_of, versions
 from oasis_sglang.bench.jobs import Wanted, Work, score
@@ -33,6 +34,8 @@ from transport.errors import ConfigError
 ANSWER_S = 3600.0
 WIRE_BOUNDS = (1.0, 1.06)
 """Of interface bytes over payload: headers, and with a descriptor per run of pieces a little more."""
+HOST_BOUNDS = (0.99, 1.1)
+"""Of memory over the most that was counted: whole pages, and slots that were free for a while."""
 DETERMINISTIC = {"on_miss": "wait", "wait_seconds": 30.0}
 """Of quality: a step waits for its blocks, so that what is measured does not depend on how fast they come."""
 _WARM = "Say in one sentence what a cache is."
@@ -180,6 +183,8 @@ class Bench:
         metered = records.Meters(decode_memory_bytes=grown.get("decode", grown.get("monolith")), tier_memory_bytes=grown.get("tier"),
                                  client_concurrency=meters.client_concurrency(spans), cpu_seconds=stack.cpu_seconds() - cpu if stack is not None else None)
         run = Run(chosen.system.name, workload, repeat, dict(point), len(self.results.runs), seconds, requests, node, metered)
+        if after.oasis and stack is not None:
+            self._check_host(run, after, stack)
         if wire is not None:
             self._check_wire(run, [now - then for then, now in zip(wire, meters.wire(hosts))])
         if parts := counters.stages(before, after):
@@ -195,6 +200,16 @@ class Bench:
             self.results.notes.append(f"sglang.bench_serving failed on {system}: {error}")
             return
         self.results.serving += [{**row, "system": system} for row in rows]
+
+    def _check_host(self, run: Run, after: counters.Look, stack: Stack) -> None:
+        """The most that the host cache held since the start against what the kernel has of it in memory: pages stay once they are used."""
+        cache = (after.oasis.get("working_sets") or {}).get("host_cache")
+        if cache and cache["peak_bytes"] and not after.info.get("device", "cpu").startswith("cuda"):  # pinned memory has no name
+            mapped = sum(meters.mapped_bytes(pid, host_cache.NAME) for pid in meters.tree([stack.servers["decode"].pid]))
+            low, high = HOST_BOUNDS
+            self.results.checks.append(records.Check("host cache counted, in memory by the kernel", run.system, run.workload, run.point, cache["peak_bytes"],
+                                                     mapped,
+                                                     low, high, low <= mapped / cache["peak_bytes"] <= high))
 
     def _check_wire(self, run: Run, moved: Sequence[int]) -> None:
         run.meters.wire_in_bytes, run.meters.wire_out_bytes = moved

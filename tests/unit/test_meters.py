@@ -1,5 +1,6 @@
 """Meters of a run, on processes of their own."""
 
+import mmap
 import multiprocessing
 import os
 import subprocess
@@ -8,7 +9,7 @@ import time
 
 import pytest
 
-from oasis_sglang.bench.meters import Memory, client_concurrency, proportional_bytes, tree
+from oasis_sglang.bench.meters import Memory, client_concurrency, mapped_bytes, proportional_bytes, tree
 
 HOLDS = """
 import sys, time, pathlib
@@ -31,6 +32,23 @@ def hold(process, size):
     process.stdin.write(f"{size}\n")
     process.stdin.flush()
     assert process.stdout.readline() == "held\n"
+
+
+def test_a_memory_file_is_found_by_its_name_and_counted_as_it_is_touched():
+    fd, other = os.memfd_create("oasis-test-cache"), os.memfd_create("oasis-test-cache-2")
+    try:
+        for one in (fd, other):
+            os.ftruncate(one, 1 << 22)
+        with mmap.mmap(fd, 1 << 22) as memory, mmap.mmap(other, 1 << 22) as more:
+            more[:] = bytes(1 << 22)
+            assert mapped_bytes(os.getpid(), "oasis-test-cache") == 0
+            memory[: 3 << 20] = b"x" * (3 << 20)
+            assert mapped_bytes(os.getpid(), "oasis-test-cache") == 3 << 20
+        assert mapped_bytes(os.getpid(), "oasis-test-cache") == 0
+    finally:
+        os.close(fd)
+        os.close(other)
+    assert mapped_bytes(1 << 22, "oasis-test-cache") == 0, "no such process"
 
 
 def test_the_peak_above_the_start_is_what_was_allocated(holder):
