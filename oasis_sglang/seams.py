@@ -117,6 +117,9 @@ FIELDS: tuple[Seam, ...] = (
 CPU_SURFACE: tuple[Seam, ...] = (
     Seam("sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend",
          ("self", "q", "k", "v", "layer", "forward_batch", "save_kv_cache")),
+    Seam("sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
+         ("self", "query", "output", "k_cache", "v_cache", "req_to_token", "req_pool_indices", "seq_lens", "encoder_lens", "scaling", "enable_gqa", "causal",
+          "is_cross_attn", "sliding_window_size")),
     Seam("sglang.srt.managers.scheduler.Scheduler.on_idle", ("self",)),
     Seam(f"{_PD}.nixl.conn.NixlKVManager.__init__", ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend")),
 )

@@ -22,6 +22,11 @@ CPU_HOOKS: tuple[Hook, ...] = (
         attention.forward_extend,
         "around",
     ),
+    Hook(
+        "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend._run_sdpa_forward_decode",
+        attention.sdpa_decode,
+        "around",
+    ),
     Hook("sglang.srt.managers.scheduler.Scheduler.on_idle", idle.on_idle, "around"),
     Hook("sglang.srt.disaggregation.nixl.conn.NixlKVManager.__init__", nixl.manager_init, "around"),
 )

@@ -186,3 +186,41 @@ def test_other_attention_goes_to_sglang(sglang_names, field, value):
     layer = make_layer(sglang_names, **{field: value})
     _, out = run(backend, batch, layer, 3, original=lambda *args, **kwargs: (args[4], kwargs))
     assert out == (layer, {"save_kv_cache": True})
+
+
+def decode_case(kv_dtype=torch.float32):
+    torch.manual_seed(3)
+    k_cache, v_cache = torch.randn(40, KV_HEADS, DIM, dtype=kv_dtype), torch.randn(40, KV_HEADS, 5, dtype=kv_dtype)
+    table = torch.stack([torch.randperm(40)[:20] for _ in range(4)]).to(torch.int32)
+    return torch.randn(3, Q_HEADS, DIM), torch.full((3, Q_HEADS, 5), torch.nan), k_cache, v_cache, table, torch.tensor([2, 0, 3]), torch.tensor([1, 20, 13])
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+def test_a_decode_step_attends_over_each_requests_own_slots(kv_dtype):
+    q, out, k_cache, v_cache, table, rows, lengths = decode_case(kv_dtype)
+    assert attention.sdpa_decode(None, None, q, out, k_cache, v_cache, table, rows, lengths, scaling=SCALING, enable_gqa=True) is out
+    for i, (row, length) in enumerate(zip(rows, lengths)):
+        slots = table[row, :length].long()
+        expected = reference(q[i : i + 1], k_cache[slots].float(), v_cache[slots].float(), torch.ones(1, int(length), dtype=torch.bool))
+        torch.testing.assert_close(out[i : i + 1], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("more", [{"is_cross_attn": True}, {"encoder_lens": torch.tensor([1, 1, 1])}, {"sliding_window_size": 4}])
+def test_other_kinds_of_decode_attention_are_sglangs(more):
+    asked = []
+    attention.sdpa_decode(lambda *args, **kwargs: asked.append(kwargs), "backend", *decode_case(), scaling=SCALING, **more)
+    assert len(asked) == 1 and {name: asked[0][name] for name in more} == more
+
+
+def test_decode_as_sglang_calls_it():
+    """SGLang's own method, with ours around its inner part, gives what it gives alone."""
+    from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    q, out, k_cache, _, table, rows, lengths = decode_case()
+    v_cache = torch.randn(40, KV_HEADS, DIM)
+    theirs, ours = torch.empty(3, Q_HEADS, DIM), torch.empty(3, Q_HEADS, DIM)
+    original = TorchNativeAttnBackend._run_sdpa_forward_decode
+    backend = object.__new__(TorchNativeAttnBackend)
+    original(backend, q, theirs, k_cache, v_cache, table, rows, lengths, None, scaling=SCALING, enable_gqa=True, causal=False)
+    attention.sdpa_decode(original, backend, q, ours, k_cache, v_cache, table, rows, lengths, None, scaling=SCALING, enable_gqa=True, causal=False)
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
