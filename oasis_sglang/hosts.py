@@ -26,8 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from oasis_sglang.processes import Processes
-from oasis_sglang.stack import Place, import_environment
-from transport.errors import OasisError
+from oasis_sglang.stack import Place, StackError, import_environment
 
 CLONE_NEWNET, CLONE_NEWNS, MS_REC, MS_SLAVE = 0x40000000, 0x00020000, 0x4000, 0x80000
 WIRE, FRONT = "wire0", "front0"
@@ -43,7 +42,7 @@ _UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
 _serial = itertools.count()
 
 
-class HostsError(OasisError):
+class HostsError(StackError):
     """This machine gives no network namespaces, no virtual cables or no rate limit."""
 
 
@@ -69,7 +68,7 @@ def within(namespace: str, work: Callable):
 
         def call(function, *args) -> None:
             if function(*args) != 0:
-                raise HostsError(f"cannot enter the namespace: {os.strerror(ctypes.get_errno())}", peer=namespace)
+                raise HostsError(f"cannot enter the namespace {namespace}: {os.strerror(ctypes.get_errno())}")
 
         with open(f"/var/run/netns/{namespace}") as there:
             call(libc.setns, there.fileno(), CLONE_NEWNET)
@@ -87,7 +86,7 @@ def bits_per_second(rate: str) -> int:
     """Of ``200mbit`` or ``1.5gbit``. Raises HostsError."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]bit)", rate.strip().lower())
     if found is None or float(found[1]) == 0:
-        raise HostsError("not a rate; say 200mbit or 1gbit", limit=rate)
+        raise HostsError(f"{rate!r} is not a rate; say 200mbit or 1gbit")
     return round(float(found[1]) * _UNITS[found[2]])
 
 

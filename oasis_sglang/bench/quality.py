@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from oasis_sglang.bench import BenchError
 from oasis_sglang.bench.jobs import Work
 from oasis_sglang.bench.records import Point, Quality
 from oasis_sglang.client import Generation, forget, generate_on_pair
-from transport.errors import OasisError
 
 FLAGS = ("--enable-custom-logit-processor", "--disable-overlap-schedule")
 """What servers need. The processor counts on tokens being in a request's output before the next forward."""
@@ -29,7 +29,7 @@ EXACT = {"mode": "exact"}
 TIMEOUT_S = 1200.0
 
 
-class QualityError(OasisError):
+class QualityError(BenchError):
     """The servers did not follow the forced tokens, so that there is nothing to compare."""
 
 

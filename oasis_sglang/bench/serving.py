@@ -27,15 +27,15 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from oasis_sglang.bench import BenchError
 from oasis_sglang.stack import import_environment
-from transport.errors import OasisError
 
 DEFAULTS = ("--num-prompts", "16", "--random-input-len", "1024", "--random-output-len", "64", "--random-range-ratio", "1.0", "--disable-tqdm")
 TIMEOUT_S = 4 * 3600.0
 _TAIL_CHARACTERS = 3000
 
 
-class ServingError(OasisError):
+class ServingError(BenchError):
     """``sglang.bench_serving`` failed, or requests of it did; the message ends with the tail of its output or the first error."""
 
 

@@ -52,6 +52,7 @@ def interrupt_once() -> None:
 @contextmanager
 def told_in_one_line() -> Iterator[None]:
     """Expected failures become a message and exit code 1, an interrupt exit code 130; the rest is a bug and raises."""
+    from oasis_sglang.bench import BenchError
     from oasis_sglang.client import GenerateError
     from oasis_sglang.models import ModelError
     from oasis_sglang.processes import ProcessesError
@@ -60,7 +61,7 @@ def told_in_one_line() -> Iterator[None]:
 
     try:
         yield
-    except (GenerateError, ModelError, OasisError, ProcessesError, StackError) as error:
+    except (BenchError, GenerateError, ModelError, OasisError, ProcessesError, StackError) as error:
         say(str(error))
         raise typer.Exit(1) from None
     except KeyboardInterrupt:

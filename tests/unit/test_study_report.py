@@ -83,7 +83,7 @@ def test_a_model_is_calibrated_and_studied(checkpoint, tmp_path):
     assert found and all(float(kl) > 0 for kl in found.groups())
 
     done = invoke("study", checkpoint, *files, "--out", tmp_path / "out", "--tokens", 400, "--steps", 8, "--budgets", "160,1024", "--summaries",
-                  "control_keys,control_random", "--policies", "previous,accept", "--profile", tmp_path / "p.json")
+                  "control_keys,control_random", "--policies", "previous,accept", "--stickies", "0.25", "--profile", tmp_path / "p.json")
     assert done.exit_code == 0, done.output
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {"result.json", "rows.csv", "table.md", "lifetime.png"} | {f"{n}.png" for n in ("kl", "top1", "recall", "miss_rate", "missed_mass",
