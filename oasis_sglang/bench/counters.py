@@ -154,7 +154,7 @@ def node(before: Look, after: Look, sampler: Sampler, places: Places, *, arena_b
         found.device_extra_bytes = sets["sets_bytes"] + (sets["lane"] or {}).get("bytes", 0)
     if sampler.host:
         busy = [host for host, pool in zip(sampler.host, sampler.pool) if pool] or sampler.host
-        found.host_used_bytes_mean, found.host_used_bytes_peak = statistics.fmean(busy), max(sampler.host)
+        found.host_used_bytes_mean, found.host_used_bytes_peak = statistics.fmean(busy), max(*sampler.host, _new_peak(before, after))
         found.kv_pool_tokens_peak = max(sampler.pool)
     grown = growth(counters(before.oasis), counters(oasis))
     if grown.get("steps"):
@@ -164,6 +164,12 @@ def node(before: Look, after: Look, sampler: Sampler, places: Places, *, arena_b
         found.request_steps, found.swapped_pieces = int(grown["request_steps"]), int(grown.get("swaps_committed", 0))
         found.tokens_per_step = shares(grown)["tokens_per_verify"]
     return found
+
+
+def _new_peak(before: Look, after: Look) -> int:
+    """The host cache's highest since the start, if it was reached between two looks; a sample may miss it."""
+    was, now = (((look.oasis.get("working_sets") or {}).get("host_cache") or {}).get("peak_bytes", 0) for look in (before, after))
+    return now if now > was else 0
 
 
 def stages(before: Look, after: Look) -> dict[str, float]:

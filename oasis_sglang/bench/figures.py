@@ -54,8 +54,8 @@ FIGURES: dict[str, Figure] = {
     "cluster_host_bytes_peak": Figure("cluster host, peak", "B", _LOW, "Records in the tiers and what decode's host has in use, each at its most. A capacity "
                                                                        "tier "
                                       "moves host memory, it does not abolish it."),
-    "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Proportional set size of decode's processes, at its most above what it was before the "
-                                  "first request. Without a GPU this has the KV pool in it."),
+    "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Proportional set size of decode's processes: the most since its stack was ready, above what "
+                                  "it was then. Runs on one stack add up. Without a GPU this has the KV pool in it."),
     "tier_memory_bytes": Figure("tier memory, metered", "B", _LOW, "The same of the tier's processes. Pages of an arena that prefill maps too are counted in "
                                                                    "part."),
     "computed_tokens": Figure("prompt tokens computed", "", _LOW, "Prompt tokens that prefill computed; it had the others in its cache or from the tier."),
@@ -127,11 +127,13 @@ def _rates(run: Run, answered: Sequence[Request], slo: Mapping[str, float]) -> d
 
 def _counted(run: Run, answered: Sequence[Request]) -> dict[str, float | None]:
     node = run.node
-    full = [request.full_transfer_bytes for request in answered if request.full_transfer_bytes is not None]
-    admitted, lifetime = (_bytes(getattr(request, name) for request in answered) for name in ("admitted_bytes_by_phase", "lifetime_bytes_by_phase"))
+    # Where decode reports requests one by one, those that it reported: it remembers only so many.
+    reported = [request for request in answered if request.admitted_bytes_by_phase is not None] or answered
+    full = [request.full_transfer_bytes for request in reported if request.full_transfer_bytes is not None]
+    admitted, lifetime = (_bytes(getattr(request, name) for request in reported) for name in ("admitted_bytes_by_phase", "lifetime_bytes_by_phase"))
     if admitted is None and node.wire_bytes is not None:  # counted as a whole
         admitted = lifetime = node.wire_bytes
-    each = len(answered) or 1
+    each = len(reported) or 1
     found = {"full_transfer_bytes": sum(full) / each if full else None,
              "admitted_bytes": None if admitted is None else admitted / each, "lifetime_bytes": None if lifetime is None else lifetime / each,
              "admitted_share": admitted / sum(full) if full and admitted is not None else None,

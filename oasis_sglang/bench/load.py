@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +29,22 @@ def drive(jobs: Sequence[Job], ask: Ask, *, concurrency: int, prefix: str = "") 
     recorded as such, and those that would follow it fail too.
     """
     chains = conversations(jobs)
-    start = time.perf_counter()
+    start, stopped = time.perf_counter(), threading.Event()
     done: dict[str, Request] = {}
 
     def run(chain: list[Job]) -> None:
         texts: dict[str, list[int]] = {}
         for job in chain:
-            done[job.name] = _one(job, ask, prefix + job.name, texts, start)
+            if stopped.is_set():
+                return
+            done[job.name] = _one(job, ask, prefix + job.name, texts, start, stopped)
 
-    with ThreadPoolExecutor(max(1, min(concurrency, len(chains)))) as pool:
+    pool = ThreadPoolExecutor(max(1, min(concurrency, len(chains))))
+    try:
         list(pool.map(run, chains))
+    finally:  # when interrupted, what is under way ends with its server; nothing new is sent
+        stopped.set()
+        pool.shutdown(wait=False, cancel_futures=True)
     requests = [done[job.name] for job in jobs]
     first = min((request.sent for request in requests), default=0.0)
     last = max((request.sent + request.token_times[-1] for request in requests if request.token_times), default=first)
@@ -56,14 +63,15 @@ def conversations(jobs: Sequence[Job]) -> list[list[Job]]:
     return found
 
 
-def _one(job: Job, ask: Ask, rid: str, texts: dict[str, list[int]], start: float) -> Request:
+def _one(job: Job, ask: Ask, rid: str, texts: dict[str, list[int]], start: float, stopped: threading.Event) -> Request:
     """``texts``: by job, its prompt and the answer; this one's is added."""
     now = time.perf_counter() - start
     if job.after is not None and job.after not in texts:
         return Request(job.name, 0, now, now, [], [], error=f"{job.after}, the turn before, has no answer")
     prompt = [*(texts[job.after] if job.after is not None else ()), *job.prompt]
     due = now if job.arrival is None else job.arrival if job.after is None else now + job.arrival
-    time.sleep(max(0.0, due - now))
+    if stopped.wait(max(0.0, due - now)):
+        return Request(job.name, len(prompt), due, now, [], [], error="stopped before it was sent")
     sent = time.perf_counter() - start
     try:
         answer = ask(prompt, job.output_tokens, rid)

@@ -24,6 +24,8 @@ _CITIES = ("Athens", "Berlin", "Cairo", "Dublin", "Geneva", "Havana", "Lisbon", 
            "Warsaw")
 INSTANCES = 16
 """Questions about one shared document, at most."""
+NUMBER_TOKENS = 10
+"""At most, of the number of a question about a shared document."""
 DISTRACTORS = 8
 VALUES = 4
 OTHERS = 3
@@ -104,9 +106,12 @@ def make(name: str, maker: PromptMaker, wanted: Wanted) -> Work:
     fixed = random.Random(f"{name} document")
     names = _names(fixed)
     asked = _half_filling([task(fixed, names[i * (1 + DISTRACTORS) :]) for i in range(INSTANCES)], maker, wanted.tokens)
-    document = _document(maker, [fact for one in asked for fact in one.facts], wanted.tokens - max(_around(maker, one) for one in asked), fixed)
+    document = _document(maker, [fact for one in asked for fact in one.facts], wanted.tokens - NUMBER_TOKENS - max(_around(maker, one) for one in asked), fixed)
+    numbers = random.Random(f"{name} questions {wanted.seed}")
     order = [index for _ in range(-(-wanted.requests // len(asked))) for index in rng.sample(range(len(asked)), len(asked))]
-    jobs = [_job(maker, name, i, asked[which], document, wanted) for i, which in enumerate(order[: wanted.requests])]
+    # A number keeps a question that is asked again, here or in another run, from being a prompt that prefill has.
+    jobs = [_job(maker, name, i, asked[which]._replace(question=f"Question {numbers.randrange(100_000)}. {asked[which].question}"), document, wanted)
+            for i, which in enumerate(order[: wanted.requests])]
     note = f"all prompts begin with one document, which prefill has in its cache, with the facts of {len(asked)} questions"
     return Work(name, description, jobs, notes=(note,), shared=(maker.wrapped(document),))
 

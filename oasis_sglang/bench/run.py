@@ -80,13 +80,13 @@ class Bench:
         key = (name, place, repeat)
         if key not in self.works:
             seed = crc32(json.dumps([at.seed, name, place, repeat]).encode())
-            self.works[key] = self._trace(at) if name == "trace" else workloads.make(name, self.maker, Wanted(
+            self.works[key] = self._trace(at, seed) if name == "trace" else workloads.make(name, self.maker, Wanted(
                 tokens=at.tokens, requests=at.requests, output_tokens=at.output, long_output=at.long_output, turns=at.turns, seed=seed,
                 share_document=at.share_document, rate=at.rate or None, context=self.shape["context"]))
         return self.works[key]
 
-    def _trace(self, at: Settings) -> Work:
-        return replay.load(at.trace, self.maker, scale=at.trace_scale, speed=at.trace_speed, limit=at.requests, context=self.shape["context"], seed=at.seed)
+    def _trace(self, at: Settings, seed: int) -> Work:
+        return replay.load(at.trace, self.maker, scale=at.trace_scale, speed=at.trace_speed, limit=at.requests, context=self.shape["context"], seed=seed)
 
     def run(self) -> Results:
         """Raises ``StackError``, ``ConfigError``, ``HostsError`` or ``OSError``; what was measured until then has been saved."""
@@ -131,32 +131,34 @@ class Bench:
         if chosen.spec is None:
             there = chosen.endpoint
             where = counters.Places(there.prefill, there.decode, tuple(filter(None, [there.tier])))
-            self._served(chosen, there.url, where, None, points, repeat, hosts)
+            self._served(chosen, there.url, where, None, None, points, repeat, hosts)
             return
         self.progress(f"--- {name}, repeat {repeat + 1} of {self.settings.repeats}")
         logs = self.folder / "logs" / _folder(f"{len(self.results.runs):03d}-{name}", points[0])
-        with Stack(chosen.spec, processes, run_dir=logs, places=places) as stack:
+        with Stack(chosen.spec, processes, run_dir=logs, places=places) as stack, meters.Memory(_metered(stack)) as memory:
             kind = chosen.spec.kind
             tiers = tuple(url for server, url in stack.urls.items() if server.rstrip("0123456789") in ("tier", "memory"))
             where = counters.Places(stack.urls.get("prefill", stack.url), stack.urls.get("decode", stack.url), tiers,
                                     logs / ("monolith.log" if kind == "monolith" else "decode.log"))
-            self._served(chosen, stack.url, where, stack, points, repeat, hosts)
+            self._served(chosen, stack.url, where, stack, memory, points, repeat, hosts)
 
-    def _served(self, chosen: systems.Chosen, url: str, where: counters.Places, stack: Stack | None, points: Sequence[Point], repeat: int, hosts) -> None:
+    def _served(self, chosen: systems.Chosen, url: str, where: counters.Places, stack: Stack | None, memory: meters.Memory | None, points: Sequence[Point],
+                repeat: int, hosts) -> None:
         for index in range(2):  # connections are made, and what is done once is done
             generate(url, self.maker.chat(_WARM), max_new_tokens=8, rid=f"warm-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
         for point in points:
             if hosts is not None:
                 hosts.limit(str(point.get("link", self.settings.link)) or None)
             for workload in self.settings.workloads:
-                run = self._run(chosen, url, where, stack, workload, point, repeat, hosts)
+                run = self._run(chosen, url, where, stack, memory, workload, point, repeat, hosts)
                 self.results.runs.append(run)
                 shown = figures.of_run(run, self.settings.slo)
                 self.progress(f"{run.system} {workload} {point or ''}: {_brief(shown)}")
         if self.settings.serving and repeat == 0:
             self._serving(chosen.system.name, url)
 
-    def _run(self, chosen, url: str, where: counters.Places, stack: Stack | None, workload: str, point: Point, repeat: int, hosts) -> Run:
+    def _run(self, chosen, url: str, where: counters.Places, stack: Stack | None, memory: meters.Memory | None, workload: str, point: Point, repeat: int,
+             hosts) -> Run:
         work, at, spec = self.work(workload, point, repeat), self.settings.at(point), chosen.spec
         for index, prompt in enumerate(work.shared):
             generate(url, prompt, max_new_tokens=1, rid=f"shared-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
@@ -168,8 +170,7 @@ class Bench:
         cpu = stack.cpu_seconds() if stack is not None else None
         prefix = f"{workload}-{len(self.results.runs)}-"
         most = len(work.jobs) if at.rate or workload == "trace" else at.concurrency
-        roots = {role: [server.pid] for role, server in (stack.servers if stack is not None else {}).items() if role in ("decode", "tier", "monolith")}
-        with counters.Sampler(where, oasis) as sampler, meters.Memory(roots) as memory:
+        with counters.Sampler(where, oasis) as sampler:
             requests, seconds = load.drive(work.jobs, load.asker(url, ANSWER_S), concurrency=most, prefix=prefix)
         after = counters.settled(where)
         counters.account(requests, [prefix + job.name for job in work.jobs], after, self.shape["token_bytes"])
@@ -179,7 +180,7 @@ class Bench:
         arena = spec.arena_bytes * spec.prefills if spec is not None and spec.kind == "oasis" else None
         node = counters.node(before, after, sampler, where, arena_bytes=arena)
         spans = [(r.sent + r.token_times[0], r.sent + r.token_times[-1]) for r in requests if r.token_times]
-        grown = {role: memory.above_start(role) for role in roots}
+        grown = {role: memory.above_start(role) for role in memory.start} if memory is not None else {}
         metered = records.Meters(decode_memory_bytes=grown.get("decode", grown.get("monolith")), tier_memory_bytes=grown.get("tier"),
                                  client_concurrency=meters.client_concurrency(spans), cpu_seconds=stack.cpu_seconds() - cpu if stack is not None else None)
         run = Run(chosen.system.name, workload, repeat, dict(point), len(self.results.runs), seconds, requests, node, metered)
@@ -207,7 +208,8 @@ class Bench:
         if cache and cache["peak_bytes"] and not after.info.get("device", "cpu").startswith("cuda"):  # pinned memory has no name
             mapped = sum(meters.mapped_bytes(pid, host_cache.NAME) for pid in meters.tree([stack.servers["decode"].pid]))
             low, high = HOST_BOUNDS
-            self.results.checks.append(records.Check("host cache counted, in memory by the kernel", run.system, run.workload, run.point, cache["peak_bytes"],
+            self.results.checks.append(records.Check("host cache, most since the start: counted, by the kernel", run.system, run.workload, run.point,
+                                                     cache["peak_bytes"],
                                                      mapped,
                                                      low, high, low <= mapped / cache["peak_bytes"] <= high))
 
@@ -233,6 +235,11 @@ class Bench:
                     self.results.quality += quality.measure(stack, self.work(workload, point, 0), system=one.system.name, point=budget, options={},
                                                             scratch=Path(scratch), steps=self.settings.quality, progress=self.progress)
             self._finish()
+
+
+def _metered(stack: Stack) -> dict[str, list[int]]:
+    """Processes whose memory is metered, by role."""
+    return {role: [server.pid] for role, server in stack.servers.items() if role in ("decode", "tier", "monolith")}
 
 
 def _folder(name: str, point: Point) -> str:

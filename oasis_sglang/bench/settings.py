@@ -85,7 +85,9 @@ class Settings:
 
     @property
     def most_at_once(self) -> int:
-        return max([self.concurrency, *self.sweeps.get("concurrency", ())])
+        """Requests that the servers are to run: with a schedule of arrivals all may be there at one time."""
+        scheduled = [self.requests] if self.rate or "trace" in self.workloads else []
+        return max([self.concurrency, *scheduled, *self.sweeps.get("concurrency", ())])
 
     def pool_tokens(self) -> int:
         """Decode's KV pool, in whole pages."""

@@ -110,7 +110,7 @@ def bench(
         folder.mkdir(parents=True, exist_ok=True)
         say(f"results and logs: {folder}")
         interrupt_once()
-        one = Bench(settings, folder=folder, command=" ".join(["oasis", *sys.argv[1:]]), progress=say,
+        one = Bench(settings, folder=folder, command=shlex.join(["oasis", *sys.argv[1:]]), progress=say,
                     save=lambda results: records.save(results, folder / "results.json"))
         one.results.notes += note or []
         results = one.run()

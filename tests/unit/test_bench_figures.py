@@ -55,6 +55,12 @@ def test_bytes_per_request_and_of_what_a_full_transfer_takes():
     assert found["wire_bytes"] == 790
 
 
+def test_a_request_that_decode_no_longer_reports_flatters_nobody():
+    more = dict(full_transfer_bytes=1000, admitted_bytes_by_phase={"pieces": 100}, lifetime_bytes_by_phase={"pieces": 300})
+    found = figures.of_run(run_of(request("a", 0, [1.0], **more), request("b", 0, [1.0], full_transfer_bytes=1000)), SLO)
+    assert (found["admitted_share"], found["lifetime_share"], found["admitted_bytes"]) == (0.1, 0.3, 100)
+
+
 def test_a_system_that_only_counts_in_all_admits_all_it_transfers():
     found = figures.of_run(run_of(request("a", 0, [1.0], full_transfer_bytes=1000), request("b", 0, [1.0], full_transfer_bytes=1000), node=Node(wire_bytes=2040)), SLO)
     assert found["admitted_bytes"] == found["lifetime_bytes"] == 1020

@@ -1,7 +1,10 @@
 """The client's schedule, against an endpoint that is a function."""
 
+import signal
 import threading
 import time
+
+import pytest
 
 from oasis_sglang.bench.jobs import Job, score
 from oasis_sglang.bench.load import conversations, drive
@@ -66,6 +69,25 @@ def test_jobs_wait_for_their_arrival():
     assert requests[1].arrival == 0.2
     assert requests[1].sent >= 0.2
     assert seconds >= 0.2 + 0.75 - 0.05
+
+
+def test_an_interrupt_ends_a_schedule_and_sends_nothing_more():
+    server = Server()
+
+    def ask(prompt, tokens, rid):
+        if rid == "b":
+            signal.raise_signal(signal.SIGINT)  # as the terminal does: to the main thread, which waits
+        return server(prompt, tokens, rid)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            drive([Job("a", [1], 2, arrival=0.0), Job("b", [1], 2, arrival=0.1), Job("c", [1], 2, arrival=30.0)], ask, concurrency=3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - started < 10
+    assert set(server.prompts) <= {"a", "b"}
 
 
 def test_conversations_are_chains_in_the_order_of_their_first_jobs():

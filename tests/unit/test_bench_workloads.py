@@ -144,7 +144,9 @@ def test_a_small_shared_document_has_fewer_questions_and_asks_them_again(maker):
     work = make(maker, "needles", tokens=1000, share_document=True, requests=6)
     text = maker.decode(work.shared[0])
     assert text.count("The lucky number of ") < ruler.INSTANCES * (1 + ruler.DISTRACTORS)
-    assert len({tuple(job.prompt) for job in work.jobs}) == text.count("The lucky number of ") // (1 + ruler.DISTRACTORS) < 6
+    assert len({job.answers for job in work.jobs}) == text.count("The lucky number of ") // (1 + ruler.DISTRACTORS) < 6
+    assert len({tuple(job.prompt) for job in work.jobs}) == 6, "but no prompt twice"
+    assert not {tuple(job.prompt) for job in work.jobs} & {tuple(job.prompt) for job in make(maker, "needles", tokens=1000, share_document=True, requests=6, seed=1).jobs}
 
 
 @pytest.mark.parametrize("name", ["code", "common-words"])
