@@ -54,7 +54,8 @@ FIGURES: dict[str, Figure] = {
     "cluster_host_bytes_peak": Figure("cluster host, peak", "B", _LOW, "Records in the tiers and what decode's host has in use, each at its most. A capacity "
                                                                        "tier "
                                       "moves host memory, it does not abolish it."),
-    "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Proportional set size of decode's processes: the most since its stack was ready, above what "
+    "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Proportional set size of decode's processes: the most since its stack was ready, "
+                                                                       "above what "
                                   "it was then. Runs on one stack add up. Without a GPU this has the KV pool in it."),
     "tier_memory_bytes": Figure("tier memory, metered", "B", _LOW, "The same of the tier's processes. Pages of an arena that prefill maps too are counted in "
                                                                    "part."),

@@ -239,7 +239,10 @@ class Results(Struct):
 
 
 def save(results: Results, path: Path) -> None:
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    """In one piece: whoever is interrupted leaves the file as it was."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    new.replace(path)
 
 
 def load(path: Path) -> Results:

@@ -28,7 +28,7 @@ from oasis_sglang.hosts import hosted
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
 from oasis_sglang.selection.profile import Profile
-from oasis_sglang.stack import Stack, import_environment
+from oasis_sglang.stack import Stack, StackError, import_environment
 from transport.errors import ConfigError
 
 ANSWER_S = 3600.0
@@ -89,15 +89,21 @@ class Bench:
         return replay.load(at.trace, self.maker, scale=at.trace_scale, speed=at.trace_speed, limit=at.requests, context=self.shape["context"], seed=seed)
 
     def run(self) -> Results:
-        """Raises ``StackError``, ``ConfigError``, ``HostsError`` or ``OSError``; what was measured until then has been saved."""
+        """A system whose servers fail is noted and left out. Raises ``ConfigError``, ``HostsError`` or ``OSError``; what was measured until then
+        has been saved."""
         with self._place() as (processes, places, hosts):
             for repeat in range(self.settings.repeats):
                 for points in self._groups():
                     chosen = self.chosen(points[0])
                     turn = repeat % len(chosen)
                     for one in [*chosen[turn:], *chosen[:turn]]:
-                        self._system(one, points, repeat, processes, places, hosts)
-                        self._finish()
+                        try:
+                            self._system(one, points, repeat, processes, places, hosts)
+                        except StackError as error:  # the others can be measured
+                            self.results.notes.append(f"{one.system.name}, repeat {repeat + 1}, was not measured to its end: {str(error).splitlines()[0]}")
+                            self.progress(str(error))
+                        finally:
+                            self._finish()
             if self.settings.quality:
                 self._qualities(processes, places)
         return self._finish()
@@ -209,9 +215,7 @@ class Bench:
             mapped = sum(meters.mapped_bytes(pid, host_cache.NAME) for pid in meters.tree([stack.servers["decode"].pid]))
             low, high = HOST_BOUNDS
             self.results.checks.append(records.Check("host cache, most since the start: counted, by the kernel", run.system, run.workload, run.point,
-                                                     cache["peak_bytes"],
-                                                     mapped,
-                                                     low, high, low <= mapped / cache["peak_bytes"] <= high))
+                                                     cache["peak_bytes"], mapped, low, high, low <= mapped / cache["peak_bytes"] <= high))
 
     def _check_wire(self, run: Run, moved: Sequence[int]) -> None:
         run.meters.wire_in_bytes, run.meters.wire_out_bytes = moved

@@ -63,7 +63,7 @@ def bench(
     Each system runs on this machine, one after the other, or is an endpoint that is there already. The folder gets results.json,
     report.html, summary.md, plots and the servers' logs.
     """
-    from oasis_sglang.bench import records
+    from oasis_sglang.bench import BenchError, records
 
     if schema:
         typer.echo(json.dumps(records.schema(), indent=1))
@@ -107,15 +107,23 @@ def bench(
             flags=tuple(flag or ()),
             host_cache_bytes=host_cache_bytes, arena_bytes=arena_bytes, trace_scale=trace_scale, trace_speed=trace_speed)
         folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise BenchError(f"--out {folder}: {error.strerror}") from error
         say(f"results and logs: {folder}")
         interrupt_once()
         one = Bench(settings, folder=folder, command=shlex.join(["oasis", *sys.argv[1:]]), progress=say,
                     save=lambda results: records.save(results, folder / "results.json"))
         one.results.notes += note or []
-        results = one.run()
-        reporting.write(results, folder)
-        reporting.console(results)
+        try:
+            one.run()
+        except OSError as error:
+            raise BenchError(f"the benchmark ended early: {error}") from error
+        finally:
+            if one.results.runs:
+                reporting.write(one.results, folder)
+        reporting.console(one.results)
         say(f"wrote {folder}/report.html and results.json")
 
 

@@ -15,13 +15,13 @@ import pytest
 from oasis_sglang.bench import records
 
 HOSTED = os.getuid() == 0 and shutil.which("tc") is not None
-LINK = 200e6
+LINK = 60e6
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
-    hosts = ["--hosts", "--link", "200mbit"] if HOSTED else []
+    hosts = ["--hosts", "--link", "60mbit"] if HOSTED else []
     argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "bench", "--model", "4", "--systems", "stock,exact,oasis:256", "--workloads", "needle,agent",
             "--tokens", "1500", "--output", "8", "--requests", "4", "--turns", "3", "--concurrency", "2", "--repeats", "1", "--quality", "4",
             "--serving", "--num-prompts 2 --random-input-len 100 --random-output-len 4", "--note", "A note <of> ours.", "--out", str(folder), *hosts]
