@@ -44,6 +44,7 @@ from quality_figures import mean
 from turns import Heard, Round, Transcript
 
 from oasis_sglang import models
+from oasis_sglang.bench.counters import sample_sum
 from oasis_sglang.bench.quality import FLAGS, Case, compare
 from oasis_sglang.client import Generation, generate
 from oasis_sglang.launch import NO_REUSE
@@ -119,9 +120,9 @@ class Counts(NamedTuple):
 def counts(stack: Stack) -> Counts:
     with urllib.request.urlopen(stack.urls["prefill"] + "/metrics", timeout=30) as reply:
         page = reply.read().decode()
-    computed = turns.sample_sum(page, "sglang:realtime_tokens_total", mode="prefill_compute")
+    computed = sample_sum(page, "sglang:realtime_tokens_total", mode="prefill_compute")
     if stack.spec.kind == "stock":
-        return Counts(computed, turns.sample_sum(page, "sglang:kv_transfer_total_mb_sum") * 2**20, {})
+        return Counts(computed, sample_sum(page, "sglang:kv_transfer_total_mb_sum") * 2**20, {})
     oasis = _settled(stack)
     return Counts(computed, oasis["plane"]["landed_bytes"], oasis)
 

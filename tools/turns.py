@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 from quality_prompts import AGENT_ANSWER, CHAT_ANSWER, DOC_ANSWER, NEEDLE_ANSWER
 
 from oasis_sglang.prompts import PromptMaker, library_text
@@ -159,12 +158,6 @@ def kv_token_bytes(config: Mapping, itemsize: int) -> int:
     heads = config["num_attention_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
     return 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim * itemsize
-
-
-def sample_sum(text: str, name: str, **labels: str) -> float:
-    """Sum of the samples ``name`` with these labels in a Prometheus page; 0 when there is none."""
-    return sum(s.value for family in text_string_to_metric_families(text) for s in family.samples
-               if s.name == name and labels.items() <= s.labels.items())
 
 
 SUMMED = ("requests", "prompt_tokens", "new_tokens", "computed_tokens", "computed_tokens_metric", "wire_bytes", "wire_bytes_second", "full_transfer_bytes")

@@ -13,7 +13,7 @@ from typing import NamedTuple, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from oasis_sglang.bench.records import Node, Profile, Request
+from oasis_sglang.bench.records import Node, Request
 from oasis_sglang.probes import get_json
 from oasis_sglang.top import counters, growth, shares
 
@@ -179,10 +179,6 @@ def stages(before: Look, after: Look) -> dict[str, float]:
     grown = growth(counters(before.oasis), counters(after.oasis))
     steps = grown.get("steps", 0)
     return {stage: float(grown.get(name, 0)) / 1e3 / steps for stage, name in STAGES.items()} if steps else {}
-
-
-def profile(system: str, workload: str, point: Mapping, parts: dict[str, float]) -> Profile:
-    return Profile(system, workload, dict(point), parts)
 
 
 def pool_size(look: Look) -> int | None:

@@ -196,7 +196,7 @@ class Bench:
             self._check_wire(run, [now - then for then, now in zip(wire, meters.wire(hosts))])
         if parts := counters.stages(before, after):
             step = figures.of_run(run, self.settings.slo).get("itl_mean", 0.0) * 1e3
-            self.results.profiles.append(counters.profile(run.system, workload, point, {"whole step": step, **parts}))
+            self.results.profiles.append(records.Profile(run.system, workload, dict(point), {"whole step": step, **parts}))
         return run
 
     def _serving(self, system: str, url: str) -> None:

@@ -14,6 +14,8 @@ import bench_turns  # noqa: E402
 import turns  # noqa: E402
 from turns import Heard, Turn  # noqa: E402
 
+from oasis_sglang.bench.counters import sample_sum
+
 
 class Words:
     """A tokenizer: words, spaces and marks, numbered as they come."""
@@ -119,9 +121,9 @@ sglang:kv_transfer_total_mb_count{} 2.0
 
 
 def test_samples_are_summed_by_name_and_label():
-    assert turns.sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_compute") == 100
-    assert turns.sample_sum(PAGE, "sglang:kv_transfer_total_mb_sum") == 1.5
-    assert turns.sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_cache") == 0
+    assert sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_compute") == 100
+    assert sample_sum(PAGE, "sglang:kv_transfer_total_mb_sum") == 1.5
+    assert sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_cache") == 0
 
 
 def row(name: str, turn: int, wire: dict, *, requests: int = 1, computed: int = 10, ttft: float = 1.0, host: int = 0, answers=((1, 2),)) -> dict:
