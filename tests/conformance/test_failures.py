@@ -329,4 +329,4 @@ def test_idle_owner_uses_little_cpu(rig, shared):
     time.sleep(3.0)
     used = spent() - before
     print(f"{rig.plane_name}: idle owner uses {used / 3.0:.3f} of a core")
-    assert used / 3.0 < 0.03
+    assert used / 3.0 < 0.1, "a loop that polls uses 1"

@@ -117,12 +117,12 @@ def test_counted_bytes_are_the_bytes_on_the_wire(processes, far_processes, wire,
     assert 1.0 <= ratios[1] <= 1.06, "with manifests, rankings and a descriptor per piece"
 
 
-RATE = "100mbit"
+RATE = "20mbit"
 
 
 @namespaces.needs_tc
 def test_reads_are_in_flight_while_forwards_run(processes, far_processes, wire, models, prompt_maker, text, tmp_path):
-    """Over a wire of 100 Mbit/s what a step asks for takes longer than a forward: the steps go on meanwhile, and take it when it is there.
+    """Over a wire of 20 Mbit/s what a step asks for takes longer than a forward: the steps go on meanwhile, and take it when it is there.
     The host cache holds little more than one working set, so that blocks which come back are pulled again."""
     prompts = matrix.prompts(prompt_maker, text)
     processes.preload()

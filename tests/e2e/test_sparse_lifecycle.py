@@ -101,6 +101,17 @@ def test_the_bound_of_a_wait_ends_it(fresh_stack, tmp_path, prompts):
         assert_baseline(stack)
 
 
+def dropped_while_parked(stack, prompts):
+    """Clients leave as soon as one of their requests is seen retracted. False: none was, the parked state is short and looked for from outside."""
+    posts = [pair(stack, prompts[i], max_new_tokens=400)[1] for i in (7, 6, 3)]
+    parked = False
+    while not parked and not all(post.answer.done() for post in posts):
+        parked = sets(stack)["held"]["parked_pages"] > 0
+    for post in posts:
+        post.abort()
+    return parked
+
+
 def test_retracted_requests_go_on_where_they_were(models, stacks, prompts, expected, tmp_path):
     """Every third step SGLang retracts a request and resumes it; nothing is lost, wherever its blocks are."""
     stacks.stop()
@@ -116,10 +127,7 @@ def test_retracted_requests_go_on_where_they_were(models, stacks, prompts, expec
         posts = [pair(stack, prompts[i], max_new_tokens=40)[1] for i in (7, 6, 7)]
         answers = [post.result(240).output_ids for post in posts]
         assert answers[0] == answers[2] == alone, "its working set came back as it was"
-        dropped = [pair(stack, prompts[i], max_new_tokens=400)[1] for i in (7, 6, 3)]
-        wait_for(lambda: sets(stack)["held"]["parked_pages"] > 0, "one is retracted")
-        for post in dropped:
-            post.abort()
+        assert any([dropped_while_parked(stack, prompts) for _ in range(4)]), "one was retracted when its client left"
         assert_baseline(stack)
     log = (tmp_path / "run" / "decode.log").read_text(errors="replace")
     assert log.count("#retracted_reqs: ") >= 10
