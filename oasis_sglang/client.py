@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +17,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 DEFAULT_TIMEOUT_S = 600.0
+_END_BYTES = 4096
+"""Of a chunk, enough for all that is behind the token ids."""
+_TOKENS = re.compile(rb'"completion_tokens":\s*(\d+)')
+_GOES_ON = re.compile(rb'"finish_reason":\s*null')
 
 
 class GenerateError(Exception):
@@ -62,15 +67,12 @@ def generate(
     if rid is not None:
         body["rid"] = rid
     start = time.perf_counter()
-    times, counts, last = [], [0], None
+    times, counts, answer = [], [0], _Answer(url)
     for chunk in _stream(url + "/generate", body, timeout):
         times.append(time.perf_counter() - start)
-        counts.append(len(chunk["output_ids"]))
-        last = chunk
-    if last is None:
-        raise GenerateError(f"{url} closed the stream without an answer")
-    meta = last["meta_info"]
-    return Generation(meta["id"], meta["prompt_tokens"], last["output_ids"], times, meta["finish_reason"], [b - a for a, b in pairwise(counts)])
+        counts.append(answer.add(chunk))
+    meta = answer.end()
+    return Generation(meta["id"], meta["prompt_tokens"], answer.ids, times, meta["finish_reason"], [b - a for a, b in pairwise(counts)])
 
 
 def generate_on_pair(
@@ -107,7 +109,57 @@ def forget(url: str, seconds: int = 60) -> None:
     urllib.request.urlopen(flush, timeout=2 * seconds).read()
 
 
-def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
+class _Answer:
+    """What the chunks of a stream say together. SGLang sends all token ids so far with each of them, or only the new ones if its server was
+    started with ``--incremental-streaming-output``; ``completion_tokens`` tells which. Of the first kind only the end of a long chunk is looked
+    at while the answer goes on: all of them together grow with the square of the answer, and the clock runs in this process."""
+
+    def __init__(self, url: str):
+        self.url = url
+        self.ids: list[int] = []
+        self._meta: dict | None = None
+        self._repeats = False
+        self._unread = b""
+
+    def add(self, chunk: bytes) -> int:
+        """Tokens so far. Raises GenerateError for an error of the server, and for what is no answer."""
+        end = chunk[-_END_BYTES:]
+        if self._repeats and len(chunk) > _END_BYTES and _GOES_ON.search(end) and (tokens := _TOKENS.search(end)):
+            self._unread = chunk
+            return int(tokens[1])
+        return self._read(chunk)
+
+    def end(self) -> dict:
+        """The last chunk's ``meta_info``; from now on ``ids`` is complete. Raises GenerateError without a chunk."""
+        if self._unread:
+            self._read(self._unread)
+        if self._meta is None:
+            raise GenerateError(f"{self.url} closed the stream without an answer")
+        return self._meta
+
+    def _read(self, chunk: bytes) -> int:
+        self._unread = b""
+        try:
+            read = json.loads(chunk)
+            if "error" in read:
+                raise GenerateError(f"{self.url}: {read['error']}")
+            self._meta = read["meta_info"]
+            reason = self._meta.get("finish_reason") or {}
+            if reason.get("type") == "abort":
+                raise GenerateError(f"{self.url}: {reason.get('message', 'aborted')}")
+            ids = read["output_ids"]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise GenerateError(f"{self.url} sent what is no chunk of an answer: {chunk[:200].decode(errors='replace')}") from error
+        if self.ids and len(self.ids) + len(ids) == self._meta.get("completion_tokens"):
+            self.ids += ids
+        else:
+            self._repeats = bool(self.ids) and len(ids) == self._meta.get("completion_tokens")
+            self.ids = ids
+        return len(self.ids)
+
+
+def _stream(url: str, body: dict, timeout: float) -> Iterator[bytes]:
+    """The chunks as they come, unread."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         reply = urllib.request.urlopen(request, timeout=timeout)
@@ -119,13 +171,6 @@ def _stream(url: str, body: dict, timeout: float) -> Iterator[dict]:
         for line in reply:
             if line.startswith(b"data: [DONE]"):
                 return
-            if not line.startswith(b"data: "):
-                continue
-            chunk = json.loads(line[len(b"data: ") :])
-            if "error" in chunk:
-                raise GenerateError(f"{url}: {chunk['error']}")
-            reason = chunk["meta_info"].get("finish_reason") or {}
-            if reason.get("type") == "abort":
-                raise GenerateError(f"{url}: {reason.get('message', 'aborted')}")
-            yield chunk
+            if line.startswith(b"data: "):
+                yield line[len(b"data: ") :]
     raise GenerateError(f"{url} closed the stream before its end")

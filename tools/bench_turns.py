@@ -44,6 +44,7 @@ from quality_figures import mean
 from turns import Heard, Round, Transcript
 
 from oasis_sglang import models
+from oasis_sglang.bench.about import shape_of
 from oasis_sglang.bench.counters import sample_sum
 from oasis_sglang.bench.quality import FLAGS, Case, compare
 from oasis_sglang.client import Generation, generate
@@ -120,9 +121,9 @@ class Counts(NamedTuple):
 def counts(stack: Stack) -> Counts:
     with urllib.request.urlopen(stack.urls["prefill"] + "/metrics", timeout=30) as reply:
         page = reply.read().decode()
-    computed = sample_sum(page, "sglang:realtime_tokens_total", mode="prefill_compute")
+    computed = sample_sum(page, "sglang:realtime_tokens_total", mode="prefill_compute") or 0.0
     if stack.spec.kind == "stock":
-        return Counts(computed, sample_sum(page, "sglang:kv_transfer_total_mb_sum") * 2**20, {})
+        return Counts(computed, (sample_sum(page, "sglang:kv_transfer_total_mb_sum") or 0.0) * 2**20, {})
     oasis = _settled(stack)
     return Counts(computed, oasis["plane"]["landed_bytes"], oasis)
 
@@ -283,7 +284,7 @@ def main() -> None:
         return system(name, model, options, flags=("--dtype", args.dtype, *flags), **common)
 
     systems = [make(name) for name in filter(None, args.systems.split(","))]
-    token_bytes = turns.kv_token_bytes(json.loads((model / "config.json").read_text()), ITEM_BYTES[args.dtype])
+    token_bytes = shape_of(model, ITEM_BYTES[args.dtype])["token_bytes"]
     rows: dict[str, list[dict]] = {}
     caches: dict[str, dict] = {}
     with tempfile.TemporaryDirectory(prefix="oasis-turns-") as scratch:

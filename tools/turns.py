@@ -15,15 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from quality_prompts import AGENT_ANSWER, CHAT_ANSWER, DOC_ANSWER, NEEDLE_ANSWER
 
+from oasis_sglang.bench.conversations import AGENT, ANSWER_TOKENS, ASKS, NEW_TOKENS
 from oasis_sglang.prompts import PromptMaker, library_text
 
-NEW_TOKENS = (40, 200)
-"""Of a turn after the first, at least and at most: the user's text and what the chat format puts around it."""
-ANSWER_TOKENS = (16, 32)
 _CHARACTERS_PER_TOKEN = 8
 """More than a token of the library's text has, on average."""
-_SYSTEM = "You are a coding agent with the tools shell and read_file. Rules and code of the project follow.\n\n"
-_ASKS = ("The tool printed this:\n\n", "Here is the next part of the file:\n\n", "What does this change?\n\n", "Compare with what we had:\n\n")
 
 
 class Turn(NamedTuple):
@@ -72,7 +68,7 @@ class _Writer:
     def turn(self, head: list[int], tokens: int) -> Turn:
         """One of ``tokens`` tokens that begins with ``head``: a question, text, and the place where the answer goes."""
         end = self.encode("<|im_end|>\n<|im_start|>assistant\n")
-        begin = [*head, *self.encode("<|im_start|>user\n" + self.rng.choice(_ASKS))]
+        begin = [*head, *self.encode("<|im_start|>user\n" + self.rng.choice(ASKS))]
         new = [*begin, *self.text.take(tokens - len(begin) - len(end)), *end]
         return Turn(new, self._answer())
 
@@ -90,7 +86,7 @@ def agent(maker: PromptMaker, turns: int, first: int, seed: int = 0) -> Transcri
     """One of ``turns`` turns, the first of ``first`` tokens. Raises ``ValueError`` when the text is too short."""
     rng = random.Random(f"agent {seed}")
     writer = _Writer(maker, first + turns * NEW_TOKENS[1], rng)
-    system = maker.encode("<|im_start|>system\n" + _SYSTEM.strip() + "<|im_end|>\n")
+    system = maker.encode("<|im_start|>system\n" + AGENT.strip() + "<|im_end|>\n")
     return Transcript("agent", [writer.turn(system, first), *(writer.later() for _ in range(turns - 1))])
 
 
@@ -99,7 +95,7 @@ def conversations(maker: PromptMaker, count: int, turns: int, system: int, name:
     ``ValueError`` when the text is too short."""
     rng = random.Random(f"{name} {seed}")
     writer = _Writer(maker, system + count * turns * NEW_TOKENS[1], rng)
-    begin, end = maker.encode(f"<|im_start|>system\nProject {name}. {_SYSTEM}"), maker.encode("<|im_end|>\n")
+    begin, end = maker.encode(f"<|im_start|>system\nProject {name}. {AGENT}"), maker.encode("<|im_end|>\n")
     shared = [*begin, *writer.text.take(system - len(begin) - len(end)), *end]
     return [Transcript(f"{name}-{i}", [writer.turn(shared, system + rng.randint(*NEW_TOKENS)), *(writer.later() for _ in range(turns - 1))])
             for i in range(count)]
@@ -151,13 +147,6 @@ def _common(a: np.ndarray, b: np.ndarray) -> int:
 def transfer_bytes(tokens: int, held: int, page: int, token_bytes: int) -> int:
     """What a prompt of ``tokens`` costs a node that has its first ``held`` tokens: whole pages, the last one padded."""
     return (-(-tokens // page) - held // page) * page * token_bytes
-
-
-def kv_token_bytes(config: Mapping, itemsize: int) -> int:
-    """K and V of one token in all layers, of a model with this ``config.json``."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim * itemsize
 
 
 SUMMED = ("requests", "prompt_tokens", "new_tokens", "computed_tokens", "computed_tokens_metric", "wire_bytes", "wire_bytes_second", "full_transfer_bytes")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from oasis_sglang.plan import shapes
+from transport.errors import ConfigError
 
 PACKAGES = ("oasis-sglang", "sglang", "sglang-router", "nixl", "torch", "transformers", "numpy")
 PAGE = 16
@@ -14,25 +16,21 @@ PAGE = 16
 
 def shape_of(model: Path, itemsize: int | None = None) -> dict:
     """Of a model's folder: ``layers``, ``kv_heads``, ``head_dim``, ``itemsize`` of KV, ``block_tokens``, ``token_bytes`` (K and V in all layers),
-    ``context``. Raises ``OSError``, ``KeyError``."""
-    config = json.loads((model / "config.json").read_text())
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    kv_heads, layers = config.get("num_key_value_heads", heads), config["num_hidden_layers"]
-    itemsize = itemsize or _itemsize(config)
-    return {"name": model.name, "class": config.get("architectures", [""])[0], "layers": layers, "kv_heads": kv_heads, "query_heads": heads,
-            "head_dim": head_dim,
-            "itemsize": itemsize, "block_tokens": PAGE, "token_bytes": 2 * layers * kv_heads * head_dim * itemsize,
-            "context": config["max_position_embeddings"]}
+    ``context``. Raises ``ConfigError`` naming what its config.json lacks."""
+    shape = shapes.read(model)
+    if not shape.context:
+        raise ConfigError(f"{model}/config.json has no number max_position_embeddings")
+    itemsize = itemsize or _itemsize(shape.dtype)
+    return {"name": shape.name, "class": shape.architecture, "layers": shape.layers, "kv_heads": shape.kv_heads, "query_heads": shape.heads,
+            "head_dim": shape.head_dim, "itemsize": itemsize, "block_tokens": PAGE,
+            "token_bytes": 2 * shape.layers * shape.kv_heads * shape.head_dim * itemsize, "context": shape.context}
 
 
-def _itemsize(config: dict) -> int:
+def _itemsize(dtype: str) -> int:
     """As our servers hold KV: float32 without a GPU, otherwise the model's own type."""
     from oasis_sglang.cpu.platform import wanted
 
-    if wanted():
-        return 4
-    return {"float32": 4}.get(str(config.get("torch_dtype") or config.get("dtype")), 2)
+    return 4 if wanted() or dtype == "float32" else 2
 
 
 def machine() -> dict:

@@ -13,8 +13,8 @@ NEW_TOKENS = (40, 200)
 """Of a turn after the first, at least and at most: what the user says and what the chat format puts around it."""
 ANSWER_TOKENS = (16, 32)
 """As agents answer: a call of a tool."""
-_ASKS = ("The tool printed this:\n\n", "Here is the next part of the file:\n\n", "What does this change?\n\n", "Compare with what we had:\n\n")
-_AGENT = "You are a coding agent with the tools shell and read_file. Rules and code of the project follow.\n\n"
+ASKS = ("The tool printed this:\n\n", "Here is the next part of the file:\n\n", "What does this change?\n\n", "Compare with what we had:\n\n")
+AGENT = "You are a coding agent with the tools shell and read_file. Rules and code of the project follow.\n\n"
 _CHAT = "You are a helpful assistant. This is what you know of the project.\n\n"
 _LIBRARY_TOKENS = 40_000
 
@@ -37,14 +37,14 @@ def _made(maker: PromptMaker, wanted: Wanted, name: str, conversations: int, own
     if first <= 4 * NEW_TOKENS[1]:
         raise ValueError(f"{wanted.turns} turns take up to {later} of the model's {wanted.context} tokens and leave {first} for the first")
     text = _Text(maker, rng)
-    system = maker.encode("<|im_start|>system\n" + (_AGENT if own else _CHAT))
+    system = maker.encode("<|im_start|>system\n" + (AGENT if own else _CHAT))
     end = maker.encode("<|im_end|>\n")
     shared = [] if own else [*system, *text.take(first - NEW_TOKENS[1] - len(system) - len(end)), *end]
     jobs: list[Job] = []
     for index in range(conversations):
         begin = [*system, *text.take(first - NEW_TOKENS[1] - len(system) - len(end)), *end] if own else shared
         for turn in range(wanted.turns):
-            before, asked = begin if turn == 0 else end, maker.encode(rng.choice(_ASKS))
+            before, asked = begin if turn == 0 else end, maker.encode(rng.choice(ASKS))
             frame = len(maker.wrapped(asked)) + (len(end) if turn else 0)
             asks = maker.wrapped([*asked, *text.take(rng.randint(*NEW_TOKENS) - frame)])
             jobs.append(Job(f"{name}-{index}-{turn}", [*before, *asks], rng.randint(*ANSWER_TOKENS),

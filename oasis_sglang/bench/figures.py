@@ -38,7 +38,8 @@ FIGURES: dict[str, Figure] = {
     "goodput": Figure("goodput", "1/s", _HIGH, "As `requests`, counting only those whose TTFT and mean ITL (their TPOT) are within the SLO."),
     "slo_share": Figure("within the SLO", "", _HIGH, "Share of requests whose TTFT and TPOT are within the SLO."),
     "failed": Figure("failed", "", _LOW, "Requests that ended with an error."),
-    "full_transfer_bytes": Figure("full transfer", "B", "", "2 x layers x KV heads x head size x item size x prompt tokens, mean per request."),
+    "full_transfer_bytes": Figure("full transfer", "B", "", "2 x layers x KV heads x head size x item size x prompt tokens, mean per request: as decode "
+                                  "reports it, otherwise of the model that is known to be served."),
     "admitted_bytes": Figure("admitted", "B", _LOW, "Payload that decode received for a request before its first decode step (pieces, summaries, partial page, "
                              "manifest), mean per request. Stock: all that was transferred."),
     "lifetime_bytes": Figure("lifetime", "B", _LOW, "Payload that decode received for a request until its release, mean per request."),
@@ -51,9 +52,9 @@ FIGURES: dict[str, Figure] = {
     "host_reserved_bytes": Figure("decode host, reserved", "B", _LOW, "Host memory of decode set aside for KV outside the pool: host cache and staging."),
     "host_used_bytes_mean": Figure("decode host, mean", "B", _LOW, "Of it in use, mean over samples while requests ran."),
     "host_used_bytes_peak": Figure("decode host, peak", "B", _LOW, "Of it in use, most."),
-    "cluster_host_bytes_peak": Figure("cluster host, peak", "B", _LOW, "Records in the tiers and what decode's host has in use, each at its most. A capacity "
-                                                                       "tier "
-                                      "moves host memory, it does not abolish it."),
+    "cluster_host_bytes_peak": Figure("cluster host, peak", "B", _LOW, "Records in the tiers and what decode's host has in use, each at its most; without the "
+                                      "records that the tiers had kept of earlier runs when this one began (never less than 0: old ones give way to "
+                                      "new). A capacity tier moves host memory, it does not abolish it."),
     "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Proportional set size of decode's processes: the most since its stack was ready, "
                                                                        "above what "
                                   "it was then. Runs on one stack add up. Without a GPU this has the KV pool in it."),
@@ -62,7 +63,7 @@ FIGURES: dict[str, Figure] = {
     "computed_tokens": Figure("prompt tokens computed", "", _LOW, "Prompt tokens that prefill computed; it had the others in its cache or from the tier."),
     "tokens_per_step": Figure("tokens per step", "", _HIGH, "Output tokens of a verify step of a request; only with drafts."),
     "kv_pool_tokens": Figure("KV pool", "tokens", "", "Tokens of decode's KV pool."),
-    "kv_pool_tokens_peak": Figure("KV pool, peak", "tokens", _LOW, "Tokens of decode's KV pool in use, most."),
+    "kv_pool_tokens_peak": Figure("KV pool, peak", "tokens", _LOW, "Tokens of decode's KV pool in use, most of samples every half second."),
     "device_extra_bytes": Figure("device, beside the pool", "B", _LOW, "Memory of decode's device that is neither weights nor KV pool: summaries, tables of "
                                                                        "working "
                                  "sets, the lane of critical heads."),
@@ -75,21 +76,27 @@ FIGURES: dict[str, Figure] = {
     "stalls": Figure("stalls", "", _LOW, "Steps that waited for blocks."),
     "stall_seconds": Figure("stalled", "s", _LOW, "Time that steps waited for blocks, in all."),
     "accuracy": Figure("accuracy", "", _HIGH, "Mean score of answers that are known: share of the expected strings in the text."),
-    "kl": Figure("KL", "nats", _LOW, "KL(dense || system) of the next token, mean over forced decode steps and requests."),
-    "kl_worst": Figure("KL, worst request", "nats", _LOW, "The largest mean KL of any request."),
-    "top1": Figure("top-1", "", _HIGH, "How often the most likely next token is the dense run's."),
-    "top1_worst": Figure("top-1, worst request", "", _HIGH, "The lowest top-1 of any request."),
+    "kl": Figure("KL", "nats", _LOW, "KL(dense || system) of the next token, mean over forced decode steps and requests. Whatever the system's own options, "
+                 "each step waits for the blocks it wants (on_miss: wait, at most 30 s), without SGLang's overlap schedule. This is what choosing blocks "
+                 "costs; what blocks that come late cost is not in it."),
+    "kl_worst": Figure("KL, worst request", "nats", _LOW, "The largest mean KL of any request; measured as KL."),
+    "top1": Figure("top-1", "", _HIGH, "How often the most likely next token is the dense run's; measured as KL."),
+    "top1_worst": Figure("top-1, worst request", "", _HIGH, "The lowest top-1 of any request; measured as KL."),
     "cpu_seconds": Figure("CPU", "s", _LOW, "User and system time of all processes of the system in the run."),
 }
 
+_RATES = ("output_tokens_per_second", "decode_tokens_per_second", "requests_per_second", "goodput", "slo_share")
 
 
 def of_run(run: Run, slo: Mapping[str, float]) -> dict[str, float]:
-    """Figures of one run by name; what nothing was recorded for is absent. ``slo``: ``ttft`` and ``itl`` in seconds."""
+    """Figures of one run by name; what nothing was recorded for is absent. ``slo``: ``ttft`` and ``itl`` in seconds. A run without an answer has
+    rates of 0 and no latency."""
     answered = [request for request in run.requests if request.error is None and request.token_times]
     found: dict[str, float | None] = {"failed": len(run.requests) - len(answered), **_counted(run, answered), **_metered(run)}
     if answered:
         found |= _latency(answered) | _rates(run, answered, slo)
+    elif run.requests:
+        found |= dict.fromkeys(_RATES, 0.0)
     scores = [request.score for request in answered if request.score is not None]
     if scores:
         found["accuracy"] = statistics.fmean(scores)
@@ -130,19 +137,20 @@ def _counted(run: Run, answered: Sequence[Request]) -> dict[str, float | None]:
     node = run.node
     # Where decode reports requests one by one, those that it reported: it remembers only so many.
     reported = [request for request in answered if request.admitted_bytes_by_phase is not None] or answered
-    full = [request.full_transfer_bytes for request in reported if request.full_transfer_bytes is not None]
+    known = [request.full_transfer_bytes for request in reported if request.full_transfer_bytes is not None]
+    full = sum(known) if len(known) == len(reported) else 0  # the shares are of the same requests
     admitted, lifetime = (_bytes(getattr(request, name) for request in reported) for name in ("admitted_bytes_by_phase", "lifetime_bytes_by_phase"))
-    if admitted is None and node.wire_bytes is not None:  # counted as a whole
+    if admitted is None and node.wire_bytes is not None and answered:  # counted as a whole
         admitted = lifetime = node.wire_bytes
     each = len(reported) or 1
-    found = {"full_transfer_bytes": sum(full) / each if full else None,
+    found = {"full_transfer_bytes": full / each if full else None,
              "admitted_bytes": None if admitted is None else admitted / each, "lifetime_bytes": None if lifetime is None else lifetime / each,
-             "admitted_share": admitted / sum(full) if full and admitted is not None else None,
-             "lifetime_share": lifetime / sum(full) if full and lifetime is not None else None,
+             "admitted_share": admitted / full if full and admitted is not None else None,
+             "lifetime_share": lifetime / full if full and lifetime is not None else None,
              "swaps_per_step": node.swapped_pieces / node.request_steps if node.request_steps and node.swapped_pieces is not None else None,
              "misses_share": node.misses / node.wanted if node.wanted and node.misses is not None else None}
     if node.host_used_bytes_peak is not None and node.tier_used_bytes_peak is not None:
-        found["cluster_host_bytes_peak"] = node.host_used_bytes_peak + node.tier_used_bytes_peak
+        found["cluster_host_bytes_peak"] = node.host_used_bytes_peak + max(0, node.tier_used_bytes_peak - (node.tier_kept_bytes or 0))
     same = ("wire_bytes", "computed_tokens", "tokens_per_step", "kv_pool_tokens", "kv_pool_tokens_peak", "device_extra_bytes", "concurrency",
             "host_reserved_bytes", "host_used_bytes_mean", "host_used_bytes_peak", "missed_mass", "stalls", "stall_seconds")
     return found | {name: getattr(node, name) for name in same}

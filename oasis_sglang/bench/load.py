@@ -17,8 +17,15 @@ Ask = Callable[[Sequence[int], int, str], Generation]
 
 
 def asker(url: str, timeout: float) -> Ask:
-    """Through the endpoint at ``url``. ``timeout``: seconds without a byte of an answer."""
-    return lambda prompt, tokens, rid: generate(url, prompt, max_new_tokens=tokens, rid=rid, timeout=timeout)
+    """Through the endpoint at ``url``. ``timeout``: seconds without a byte of an answer. An answer with fewer tokens than asked for, which no
+    end-of-text token excuses, is a failed one: what took less time did less."""
+    def ask(prompt: Sequence[int], tokens: int, rid: str) -> Generation:
+        answer = generate(url, prompt, max_new_tokens=tokens, rid=rid, timeout=timeout)
+        if len(answer.output_ids) < tokens:
+            raise GenerateError(f"answered {len(answer.output_ids)} of {tokens} tokens")
+        return answer
+
+    return ask
 
 
 def drive(jobs: Sequence[Job], ask: Ask, *, concurrency: int, prefix: str = "") -> tuple[list[Request], float]:

@@ -29,6 +29,8 @@ class System(Struct):
     """SGLang flags by role: ``all``, ``prefill``, ``decode``."""
     options: dict[str, Any] = {}
     """Oasis options that differ from their defaults."""
+    critical_heads: int | None = None
+    """(layer, KV head)s that its profile serves from all blocks; null without a profile."""
 
 
 class Workload(Struct):
@@ -59,6 +61,7 @@ class Request(Struct):
     """When each output token arrived, since ``sent``. Tokens that came in one chunk have one time."""
     output_ids: list[int]
     full_transfer_bytes: int | None = None
+    """As decode reports it; otherwise of the model that is known to be served."""
     admitted_bytes_by_phase: dict[str, int] | None = None
     lifetime_bytes_by_phase: dict[str, int] | None = None
     score: float | None = None
@@ -79,6 +82,7 @@ class Node(Struct):
     kv_pool_tokens: int | None = None
     """Of decode, reserved."""
     kv_pool_tokens_peak: int | None = None
+    """Sampled; of a server without Oasis what its scheduler published last, every few steps."""
     device_extra_bytes: int | None = None
     """On decode's device beside the pool: summaries, tables of working sets, the lane of critical heads."""
     host_reserved_bytes: int | None = None
@@ -89,6 +93,8 @@ class Node(Struct):
     tier_reserved_bytes: int | None = None
     tier_used_bytes_peak: int | None = None
     """Of all tiers: records that are in use or kept."""
+    tier_kept_bytes: int | None = None
+    """The same when the run began: kept of earlier ones."""
     wanted: int | None = None
     """Blocks that a step's newest rows wanted, over layers and heads."""
     misses: int | None = None
@@ -198,7 +204,7 @@ class Equality(Struct):
 
 
 class Profile(Struct):
-    """Where a decode step's time goes on a system, by stage: mean milliseconds per step."""
+    """Where a decode step's time goes on a system, by stage: mean milliseconds per step, a step having as many tokens as its drafts gave it."""
 
     system: str
     workload: str

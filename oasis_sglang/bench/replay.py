@@ -23,7 +23,8 @@ _FIELDS = {"timestamp": (int, float), "input_length": int, "output_length": int,
 def load(path: Path, maker: PromptMaker, *, block: int = BLOCK, scale: float = 1.0, speed: float = 1.0, limit: int | None = None, context: int = 8192,
          seed: int = 0) -> Work:
     """At most ``limit`` requests, the first of the file that fit. ``scale`` multiplies lengths, ``speed`` divides times. The earliest request
-    arrives at 0. Those longer than ``context`` are left out and counted in the notes. Raises ``ConfigError`` naming the line, and ``OSError``."""
+    arrives at 0. Those longer than ``context`` are left out and counted in the notes, and so is what ``limit`` cuts off. Raises ``ConfigError``
+    naming the file or the line."""
     if not (0 < scale < math.inf and 0 < speed < math.inf):
         raise ConfigError(f"a trace cannot be scaled by {scale} or played {speed} times as fast")
     if block < 1 or (limit is not None and limit < 1):
@@ -32,16 +33,19 @@ def load(path: Path, maker: PromptMaker, *, block: int = BLOCK, scale: float = 1
         lines = path.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is no text: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"trace {path}: {error.strerror}") from error
     size = max(1, round(block * scale))
     words = maker.encode(" ".join((*ADJECTIVES, *NOUNS, *PEOPLE)))
     blocks: dict[int, list[int]] = {}
     jobs: list[Job] = []
     too_long = 0
-    for number, line in enumerate(lines, start=1):
+    filled = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    looked_at = 0
+    for number, line in filled:
         if limit is not None and len(jobs) >= limit:
             break
-        if not line.strip():
-            continue
+        looked_at += 1
         entry = _entry(path, number, line)
         tokens, output = max(1, round(entry["input_length"] * scale)), max(1, round(entry["output_length"] * scale))
         if tokens > len(entry["hash_ids"]) * size:
@@ -63,7 +67,8 @@ def load(path: Path, maker: PromptMaker, *, block: int = BLOCK, scale: float = 1
                           if too_long else f"{path} has no request")
     start = min(job.arrival for job in jobs)
     jobs = sorted((replace(job, arrival=job.arrival - start) for job in jobs), key=lambda job: job.arrival)
-    notes = (f"lengths times {scale:g}, {speed:g} times as fast",
+    notes = (*([f"the first {looked_at} of {len(filled)} requests of the file"] if looked_at < len(filled) else []),
+             f"lengths times {scale:g}, {speed:g} times as fast",
              *([f"{too_long} requests longer than the model's context of {context} tokens are left out"] if too_long else []))
     return Work("trace", f"arrivals and shared prefixes of {path.name}", jobs, notes=notes)
 
@@ -82,4 +87,3 @@ def _entry(path: Path, number: int, line: str) -> dict:
     if entry["input_length"] < 1 or entry["output_length"] < 0 or not all(type(one) is int for one in entry["hash_ids"]):
         raise ConfigError(f"{path}, line {number}: lengths are counts, hash_ids whole numbers")
     return entry
-

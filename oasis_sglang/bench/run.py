@@ -14,31 +14,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
+from http.client import HTTPException
 from pathlib import Path
 from zlib import crc32
 
 from decode_node import host_cache
-from oasis_sglang.bench import counters, figures, load, meters, quality, records, replay, serving, systems, workloads
+from oasis_sglang.bench import BenchError, counters, figures, load, meters, quality, records, replay, serving, systems, workloads
 from oasis_sglang.bench.about import machine, shape_of, versions
 from oasis_sglang.bench.jobs import Wanted, Work, score
 from oasis_sglang.bench.records import Point, Results, Run
 from oasis_sglang.bench.settings import Settings
-from oasis_sglang.client import forget, generate
+from oasis_sglang.client import GenerateError, forget, generate
 from oasis_sglang.hosts import hosted
 from oasis_sglang.processes import Processes
 from oasis_sglang.prompts import PromptMaker
-from oasis_sglang.selection.profile import Profile
 from oasis_sglang.stack import Stack, StackError, import_environment
 from transport.errors import ConfigError
 
 ANSWER_S = 3600.0
 WIRE_BOUNDS = (1.0, 1.06)
 """Of interface bytes over payload: headers, and with a descriptor per run of pieces a little more."""
+WIRE_SILENT = 16 << 10
+"""Interface bytes of a run in which no payload was counted: requests and their answers, no more."""
 HOST_BOUNDS = (0.99, 1.1)
 """Of memory over the most that was counted: whole pages, and slots that were free for a while."""
 DETERMINISTIC = {"on_miss": "wait", "wait_seconds": 30.0}
 """Of quality: a step waits for its blocks, so that what is measured does not depend on how fast they come."""
+FAILURES = (StackError, BenchError, GenerateError, OSError, HTTPException, ValueError)
+"""Of the servers of one system, among them answers that are not JSON; the others can be measured."""
 _WARM = "Say in one sentence what a cache is."
+_WARM_TOKENS = 8
 
 Progress = Callable[[str], None]
 
@@ -51,8 +56,6 @@ class Bench:
         self.points = settings.points()
         self.maker = PromptMaker(settings.model)
         self.shape = shape_of(settings.model)
-        if profile := settings.options.get("profile"):
-            self.shape["critical_heads"] = len(Profile.load(Path(str(profile))).heads)
         self.works: dict[tuple, Work] = {}
         chosen = self.chosen(self.points[0])
         self.results = Results(
@@ -74,7 +77,7 @@ class Bench:
         return found
 
     def work(self, name: str, point: Point, repeat: int) -> Work:
-        """Made once: every system gets the same."""
+        """Made once: every system gets the same. ``repeat`` -1: not measured."""
         at = self.settings.at(point)
         place = self.points.index(point)
         key = (name, place, repeat)
@@ -89,8 +92,8 @@ class Bench:
         return replay.load(at.trace, self.maker, scale=at.trace_scale, speed=at.trace_speed, limit=at.requests, context=self.shape["context"], seed=seed)
 
     def run(self) -> Results:
-        """A system whose servers fail is noted and left out. Raises ``ConfigError``, ``HostsError`` or ``OSError``; what was measured until then
-        has been saved."""
+        """A system whose servers fail is noted and left out. Raises ``ConfigError``, and ``HostsError`` or ``OSError`` when there is no place for
+        servers; what was measured until then has been saved."""
         with self._place() as (processes, places, hosts):
             for repeat in range(self.settings.repeats):
                 for points in self._groups():
@@ -99,14 +102,22 @@ class Bench:
                     for one in [*chosen[turn:], *chosen[:turn]]:
                         try:
                             self._system(one, points, repeat, processes, places, hosts)
-                        except StackError as error:  # the others can be measured
-                            self.results.notes.append(f"{one.system.name}, repeat {repeat + 1}, was not measured to its end: {str(error).splitlines()[0]}")
-                            self.progress(str(error))
+                        except FAILURES as error:
+                            self._note_failure(f"{one.system.name}, repeat {repeat + 1}, was not measured to its end", error)
                         finally:
                             self._finish()
             if self.settings.quality:
                 self._qualities(processes, places)
         return self._finish()
+
+    def _note(self, text: str) -> None:
+        if text not in self.results.notes:
+            self.results.notes.append(text)
+
+    def _note_failure(self, what: str, error: Exception) -> None:
+        said = str(error) or type(error).__name__
+        self._note(f"{what}: {said.splitlines()[0]}")
+        self.progress(said)
 
     @contextmanager
     def _place(self) -> Iterator[tuple]:
@@ -150,9 +161,11 @@ class Bench:
 
     def _served(self, chosen: systems.Chosen, url: str, where: counters.Places, stack: Stack | None, memory: meters.Memory | None, points: Sequence[Point],
                 repeat: int, hosts) -> None:
-        for index in range(2):  # connections are made, and what is done once is done
-            generate(url, self.maker.chat(_WARM), max_new_tokens=8, rid=f"warm-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
-        for point in points:
+        self._warm(url, points)
+        if stack is not None and stack.spec.decodes > 1:
+            self._note(f"{chosen.system.name}: counters are of the first decode node only")
+        turn = repeat % len(points)  # none is always first on its servers
+        for point in [*points[turn:], *points[:turn]]:
             if hosts is not None:
                 hosts.limit(str(point.get("link", self.settings.link)) or None)
             for workload in self.settings.workloads:
@@ -161,7 +174,18 @@ class Bench:
                 shown = figures.of_run(run, self.settings.slo)
                 self.progress(f"{run.system} {workload} {point or ''}: {_brief(shown)}")
         if self.settings.serving and repeat == 0:
-            self._serving(chosen.system.name, url)
+            if hosts is not None:
+                hosts.limit(self.settings.link or None)
+            self._serving(chosen.system.name, url, points[0] if len(self._groups()) > 1 else {})
+
+    def _warm(self, url: str, points: Sequence[Point]) -> None:
+        """Connections are made, and what is done once is done: two short requests, and one as long as the longest, of a repeat of its own."""
+        longest = max(points, key=lambda point: self.settings.at(point).tokens)
+        jobs = [job for name in self.settings.workloads for job in self.work(name, longest, -1).jobs if job.after is None]
+        short = self.maker.chat(_WARM)
+        long = max(jobs, key=lambda job: len(job.prompt))
+        for index, (prompt, tokens) in enumerate([(short, _WARM_TOKENS), (short, _WARM_TOKENS), (long.prompt, min(_WARM_TOKENS, long.output_tokens))]):
+            generate(url, prompt, max_new_tokens=tokens, rid=f"warm-{index}-{time.monotonic_ns()}", timeout=ANSWER_S)
 
     def _run(self, chosen, url: str, where: counters.Places, stack: Stack | None, memory: meters.Memory | None, workload: str, point: Point, repeat: int,
              hosts) -> Run:
@@ -171,15 +195,17 @@ class Bench:
         if stack is not None and stack.spec.kind != "monolith":  # what one server keeps, prompts may share; what others keep is theirs
             forget(where.decode)
         before = counters.settled(where)
-        oasis = bool(before.oasis)
-        wire = meters.wire(hosts) if hosts is not None else None
+        if counters.several(before):
+            self._note(f"{chosen.system.name}: counters are of the first decode node only")
+        wire = meters.wire(hosts) if hosts is not None and stack is not None else None
         cpu = stack.cpu_seconds() if stack is not None else None
         prefix = f"{workload}-{len(self.results.runs)}-"
         most = len(work.jobs) if at.rate or workload == "trace" else at.concurrency
-        with counters.Sampler(where, oasis) as sampler:
+        with counters.Sampler(where) as sampler:
             requests, seconds = load.drive(work.jobs, load.asker(url, ANSWER_S), concurrency=most, prefix=prefix)
         after = counters.settled(where)
-        counters.account(requests, [prefix + job.name for job in work.jobs], after, self.shape["token_bytes"])
+        token_bytes = self.shape["token_bytes"] if spec is not None or self.settings.model_given else None
+        counters.account(requests, [prefix + job.name for job in work.jobs], after, token_bytes)
         for job, request in zip(work.jobs, requests):
             if job.answers and request.error is None:
                 request.score = score(self.maker.decode(request.output_ids), job.answers)
@@ -194,19 +220,19 @@ class Bench:
             self._check_host(run, after, stack)
         if wire is not None:
             self._check_wire(run, [now - then for then, now in zip(wire, meters.wire(hosts))])
-        if parts := counters.stages(before, after):
-            step = figures.of_run(run, self.settings.slo).get("itl_mean", 0.0) * 1e3
-            self.results.profiles.append(records.Profile(run.system, workload, dict(point), {"whole step": step, **parts}))
+        gap = figures.of_run(run, self.settings.slo).get("itl_mean")
+        if parts := counters.stages(before, after, None if gap is None else gap * 1e3 * (node.tokens_per_step or 1.0)):
+            self.results.profiles.append(records.Profile(run.system, workload, dict(point), parts))
         return run
 
-    def _serving(self, system: str, url: str) -> None:
+    def _serving(self, system: str, url: str, point: Point) -> None:
         try:
             rows = serving.run(url, model=str(self.settings.model), arguments=self.settings.serving, folder=self.folder / "serving", progress=self.progress,
-                               name=_folder(system, {}))
+                               name=_folder(system, point))
         except serving.ServingError as error:  # the runs stand without it
             self.results.notes.append(f"sglang.bench_serving failed on {system}: {error}")
             return
-        self.results.serving += [{**row, "system": system} for row in rows]
+        self.results.serving += [{**row, "system": system, "point": dict(point)} for row in rows]
 
     def _check_host(self, run: Run, after: counters.Look, stack: Stack) -> None:
         """The most that the host cache held since the start against what the kernel has of it in memory: pages stay once they are used."""
@@ -218,27 +244,39 @@ class Bench:
                                                      cache["peak_bytes"], mapped, low, high, low <= mapped / cache["peak_bytes"] <= high))
 
     def _check_wire(self, run: Run, moved: Sequence[int]) -> None:
+        """Without a counter there is nothing to check; one that says 0 is wrong if the interface saw more than requests."""
         run.meters.wire_in_bytes, run.meters.wire_out_bytes = moved
-        if run.node.wire_bytes:
-            ratio = moved[0] / run.node.wire_bytes
-            low, high = WIRE_BOUNDS
-            self.results.checks.append(records.Check("payload counted, interface bytes", run.system, run.workload, run.point, run.node.wire_bytes, moved[0],
-                                                     low, high, low <= ratio <= high))
+        counted = run.node.wire_bytes
+        if counted is None or (not counted and moved[0] <= WIRE_SILENT):
+            return
+        low, high = WIRE_BOUNDS
+        self.results.checks.append(records.Check("payload counted, interface bytes", run.system, run.workload, run.point, counted, moved[0], low, high,
+                                                 counted > 0 and low <= moved[0] / counted <= high, "" if counted else "no payload was counted"))
 
     def _qualities(self, processes: Processes, places) -> None:
-        """Forced tokens, on stacks of their own: they need other flags. One workload after the other, at each point's budget."""
-        wanted = {(point.get("budget"), one.system.name): (point, one) for point in self.points for one in self.chosen(point)
-                  if one.spec is not None and one.spec.kind == "oasis" and not one.system.dense}
+        """Forced tokens, on stacks of their own: they need other flags. One workload after the other, at each budget's first point; others
+        of that budget have no rows."""
+        wanted: dict[tuple, tuple[Point, systems.Chosen]] = {}
+        for point in self.points:
+            for one in self.chosen(point):
+                if one.spec is not None and one.spec.kind == "oasis" and not one.system.dense:
+                    wanted.setdefault((point.get("budget"), one.system.name), (point, one))
         for point, one in wanted.values():
             self.progress(f"--- quality of {one.system.name} {point or ''}")
-            budget = {"budget": point["budget"]} if "budget" in point else {}
-            spec = replace(one.spec, flags=(*one.spec.flags, *quality.FLAGS), config={**one.spec.config, **DETERMINISTIC})
-            with (tempfile.TemporaryDirectory(prefix="oasis-quality-") as scratch,
-                  Stack(spec, processes, run_dir=self.folder / "logs" / _folder(f"quality-{one.system.name}", budget), places=places) as stack):
-                for workload in self.settings.workloads:
-                    self.results.quality += quality.measure(stack, self.work(workload, point, 0), system=one.system.name, point=budget, options={},
-                                                            scratch=Path(scratch), steps=self.settings.quality, progress=self.progress)
-            self._finish()
+            try:
+                self._quality(point, one, processes, places)
+            except FAILURES as error:
+                self._note_failure(f"quality of {one.system.name} {point or ''} was not measured to its end", error)
+            finally:
+                self._finish()
+
+    def _quality(self, point: Point, one: systems.Chosen, processes: Processes, places) -> None:
+        spec = replace(one.spec, flags=(*one.spec.flags, *quality.FLAGS), config={**one.spec.config, **DETERMINISTIC})
+        with (tempfile.TemporaryDirectory(prefix="oasis-quality-") as scratch,
+              Stack(spec, processes, run_dir=self.folder / "logs" / _folder(f"quality-{one.system.name}", point), places=places) as stack):
+            for workload in self.settings.workloads:
+                self.results.quality += quality.measure(stack, self.work(workload, point, 0), system=one.system.name, point=point, options={},
+                                                        scratch=Path(scratch), steps=self.settings.quality, progress=self.progress)
 
 
 def _metered(stack: Stack) -> dict[str, list[int]]:

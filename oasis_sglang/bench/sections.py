@@ -38,9 +38,10 @@ def about(results: Results) -> Section:
              ("machine", words.plain(results.machine)), ("model", words.plain(results.model)), ("versions", words.plain(results.versions)),
              ("link", words.plain(results.link)), ("SLO", words.plain({name: words.amount(value, "s") for name, value in results.slo.items()})),
              ("order of runs", order(results))]
+    text = ["Options of systems: of the first point of the sweep; budget_tokens is swept."] if "budget" in results.sweeps else []
     systems = [[one.name, one.kind, one.description, _attends(one), _flags(one), words.plain(one.options) or "defaults"]
                for one in results.systems]
-    return Section("What was run", code=results.command, brief=False, tables=[
+    return Section("What was run", text=text, code=results.command, brief=False, tables=[
         Table(["", ""], facts), Table(["system", "kind", "description", "attends to", "SGLang flags", "Oasis options"], systems)])
 
 
@@ -68,7 +69,9 @@ def workloads(results: Results) -> Section:
     head = ["workload", "description", "requests", "prompt tokens", "output tokens", "answers known", "digest", "notes"]
     rows = [[one.name, one.description, str(one.requests), _range(one.prompt_tokens), _range(one.output_tokens), words.plain(one.scored), one.digest,
              " ".join(one.notes)] for one in results.workloads]
-    text = "Tokens: least / mean / most." + (" Of the first point of the sweep." if results.sweeps else "")
+    first = " and ".join([*(["of the first repeat"] if results.repeats > 1 else []), *(["of the first point of the sweep"] if results.sweeps else [])])
+    text = "Tokens: least / mean / most. Digest: of all prompts." + (
+        f" Both are {first} alone: the others have prompts of their own, made from the same seed." if first else "")
     return Section("Workloads", text=[text], tables=[Table(head, rows)], brief=False)
 
 
@@ -175,7 +178,7 @@ def profiles(results: Results) -> Section | None:
         tables_.append(Table(["stage, ms per step", *means], rows, str(case)))
         if (picture := drawings.profile(means, case)) is not None:
             pictures.append(picture)
-    text = ["Mean over the steps of all repeats. Stages run beside one another, so that they need not add up to the whole step."]
+    text = ["Mean over the steps of all repeats. What runs beside the forward is no part of the whole step."]
     return Section("Where the time goes", text=text, tables=tables_, pictures=pictures, brief=False) if tables_ else None
 
 
@@ -189,11 +192,11 @@ def checks(results: Results) -> Section | None:
 
 
 def serving(results: Results) -> Section | None:
-    """A column for each row that the tool wrote."""
-    names = [name for name in dict.fromkeys(name for row in results.serving for name in row) if name != "system"]
+    """A column for each row that the tool wrote. A row's ``point``: of the servers, where those of other points were others."""
+    names = [name for name in dict.fromkeys(name for row in results.serving for name in row) if name not in ("system", "point")]
     rows = [[name, *(words.plain(row.get(name)) for row in results.serving)] for name in names if any(row.get(name) is not None for row in results.serving)]
-    head = ["", *(str(row.get("system", words.MISSING)) for row in results.serving)]
-    text = ["SGLang's own load generator against the same servers; its names, its definitions."]
+    head = ["", *(words.place(str(row.get("system", words.MISSING)), row.get("point") or {}) for row in results.serving)]
+    text = ["SGLang's own load generator against the same servers, once, in the first repeat; its names, its definitions."]
     return Section("sglang.bench_serving", text=text, tables=[Table(head, rows)], brief=False) if rows else None
 
 

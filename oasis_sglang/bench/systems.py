@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from oasis_sglang import launch
 from oasis_sglang.bench import records
+from oasis_sglang.selection.profile import Profile
 from oasis_sglang.stack import StackSpec
 from transport.errors import ConfigError
 
@@ -86,7 +87,7 @@ def endpoint(text: str) -> Chosen:
 
 
 def named(name: str, serving: Serving) -> Chosen:
-    """Raises ``ConfigError`` for a name that is none, and for options that Oasis does not have."""
+    """Raises ``ConfigError`` for a name that is none, for options that Oasis does not have, and for a profile that cannot be read."""
     parts = _NAME.fullmatch(name)
     if parts is None or parts["base"] not in DESCRIPTIONS:
         raise ConfigError(f"{name!r} is no system; known: {', '.join(DESCRIPTIONS)}, with :BUDGET, +reuse or -reuse, +OPTION=VALUE")
@@ -113,4 +114,15 @@ def named(name: str, serving: Serving) -> Chosen:
                      arena_bytes=serving.arena_bytes, max_running_requests=serving.max_running, max_total_tokens=serving.pool)
     covers = ours and int(options.get("budget_tokens", 0)) >= serving.context
     flags = {role: of for role, of in (("all", common), ("prefill", prefill), ("decode", decode)) if of}
-    return Chosen(records.System(name, kind, DESCRIPTIONS[base], dense=base in ("stock", "monolith", "exact") or covers, flags=flags, options=options), spec)
+    system = records.System(name, kind, DESCRIPTIONS[base], dense=base in ("stock", "monolith", "exact") or covers, flags=flags, options=options,
+                            critical_heads=_critical(options.get("profile")))
+    return Chosen(system, spec)
+
+
+def _critical(profile: object) -> int | None:
+    if not profile:
+        return None
+    try:
+        return len(Profile.load(Path(str(profile))).heads)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"Oasis option profile: {error}") from error

@@ -14,6 +14,8 @@ from oasis_sglang.bench.view import Case, Figures, case_of
 _RATIOS = {"decode_tokens_per_second": "decode throughput", "goodput": "goodput", "ttft_p50": "median TTFT", "itl_mean": "mean ITL",
            "host_used_bytes_peak": "peak of decode's host memory", "kv_pool_tokens_peak": "peak of decode's KV pool", "concurrency": "requests in one batch"}
 _SHARES = {"admitted_share": "admitted bytes", "lifetime_share": "bytes until release"}
+FLOOR = 0.2
+"""Mean accuracy of dense attention at which a model cannot do a task: what a system makes of it says nothing about the system."""
 _FEW = 20
 """Of fewer requests the 95th percentile is the worst."""
 
@@ -29,13 +31,22 @@ def verdict(results: Results, figures: Figures) -> str:
 
 
 def _of_system(results: Results, figures: Figures, system: str) -> str:
-    whole = [case for case in figures.served if all(figures.median(case, one, "failed") == 0 for one in (system, results.base))]
+    pair = (system, results.base)
+    never = {one: [case for case in figures.served if figures.spread(case, one, "failed") is None] for one in pair}
+    ran = [case for case in figures.served if not any(case in never[one] for one in pair)]
+    # A failure in one repeat is one: its figures are of other requests than the base's.
+    whole = [case for case in ran if all(figures.spread(case, one, "failed").high == 0 for one in pair)]
+    missed = [f"{one} was never run on {_and(map(str, cases))}" if len(cases) < len(figures.served) else f"{one} was never run"
+              for one, cases in never.items() if cases]
+    missed += [f"{one} was run in {spread.n} of {results.repeats} repeats of {case}" for one in pair for case in ran
+               if (spread := figures.spread(case, one, "failed")).n < results.repeats]
     if not whole:
-        return f"{system}: no workload was answered in full by it and by {results.base}, so that it is compared in none."
+        why = f"; {'; '.join(missed)}" if missed else ""
+        return f"{system}: no workload was answered in full by it and by {results.base}, so that it is compared in none{why}."
     parts = [part for name, title in _RATIOS.items() if (part := _ratio(figures, whole, system, name, title))]
     parts += [part for name, title in _SHARES.items() if (part := _share(figures, whole, system, name, title))]
-    parts += [part for part in (_accuracy(figures, whole, system, results.base), _kl(figures, system)) if part]
-    left_out = len(figures.served) - len(whole)
+    parts += [part for part in (*_accuracy(results, figures, whole, system), _kl(figures, system), *missed) if part]
+    left_out = len(ran) - len(whole)
     over = f"over {len(whole)} workloads and points" if len(whole) > 1 else f"on {whole[0]}"
     over += f" (without {left_out} in which a request failed)" if left_out else ""
     return f"{system} against {results.base} {over}: {'; '.join(parts) or 'no figure that both have'}."
@@ -63,11 +74,20 @@ def _share(figures: Figures, cases: Sequence[Case], system: str, name: str, titl
     return f"{title} {_less(mean, ' of a full transfer')}{_notes(notes)}"
 
 
-def _accuracy(figures: Figures, cases: Sequence[Case], system: str, base: str) -> str:
+def _accuracy(results: Results, figures: Figures, cases: Sequence[Case], system: str) -> list[str]:
+    """Where dense attention answers next to nothing there is nothing to lose, so that keeping it is no success."""
+    base = results.base
     found = {case: (one, other) for case in cases
              if None not in (one := figures.median(case, system, "accuracy"), other := figures.median(case, base, "accuracy"))}
-    if not found:
-        return ""
+    dense = any(one.name == base and one.dense for one in results.systems)
+    lost = {case: mean for case in found if dense and (mean := figures.spread(case, base, "accuracy").mean) <= FLOOR + 1e-9}
+    parts = [f"accuracy says nothing on {_and(map(str, lost))}: the model cannot do it at this length, {base} itself scores "
+             f"{_and(map(words.digits, lost.values()))}"] if lost else []
+    kept = {case: pair for case, pair in found.items() if case not in lost}
+    return [*([_compared(kept)] if kept else []), *parts]
+
+
+def _compared(found: dict[Case, tuple[float, float]]) -> str:
     (case, (one, other)) = min(found.items(), key=lambda item: item[1][0] - item[1][1])
     mean, worst = (f"{words.digits(mine)} against {words.digits(theirs)}" for mine, theirs in (map(statistics.fmean, zip(*found.values())), (one, other)))
     return f"accuracy {mean}{_notes([f'worst {worst}, {case}'] if worst != mean else [])}"
@@ -102,7 +122,7 @@ def _notes(notes: Sequence[str]) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def _and(names: Sequence[str]) -> str:
+def _and(names: Iterable[str]) -> str:
     return " and ".join(names)
 
 

@@ -53,6 +53,7 @@ def bench(
     slo_itl: Annotated[float, typer.Option(help="Seconds, of goodput.")] = 0.5,
     quality: Annotated[int, typer.Option(min=0, help="Forced decode steps per request for KL and top-1; 0: none.")] = 0,
     serving: Annotated[str, typer.Option(help="Arguments of sglang.bench_serving, which is run on each system too.")] = "",
+    overwrite: Annotated[bool, typer.Option(help="Write to --out also where results are already.")] = False,
     note: Annotated[list[str] | None, typer.Option(help="A sentence for the report; repeat.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write the report of this results.json again; nothing is run.")] = None,
     schema: Annotated[bool, typer.Option("--schema", help="Print the JSON Schema of results.json.")] = False,
@@ -80,12 +81,17 @@ def bench(
                 results = records.load(report)
             except (OSError, ValueError) as error:
                 raise ConfigError(f"--report {report}: {error}") from error
-            reporting.write(results, report.parent)
+            try:
+                reporting.write(results, report.parent)
+            except OSError as error:
+                raise BenchError(f"--report {report}: {error}") from error
             reporting.console(results)
             return
-        from oasis_sglang import models
+        if out is not None and (out / "results.json").exists() and not overwrite:
+            raise ConfigError(f"--out {out} has results.json already: name another folder, or --overwrite it")
         from oasis_sglang.bench import settings as made
         from oasis_sglang.bench import workloads as known
+        from oasis_sglang.bench.about import shape_of
         from oasis_sglang.bench.run import Bench
 
         names = _words(workloads)
@@ -93,29 +99,33 @@ def bench(
             raise ConfigError(f"--workloads {', '.join(unknown)}: known are {', '.join(known.NAMES)} and trace")
         if ("trace" in names) != (trace is not None):
             raise ConfigError("the workload `trace` and --trace FILE go together")
-        path = models.prepare(models.CUT_LAYERS, progress=say) if model == "4" else Path(model) if model else models.prepare(progress=say)
         try:
             sweeps = made.merged(sweep or ())
             options = dict(_pair(text) for text in option or ())
+            serving_arguments = tuple(_split(serving))
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        path = _model(model)
+        context = shape_of(path)["context"]
         settings = made.Settings(
-            path, systems=_words(systems), endpoints=tuple(endpoint or ()), workloads=names, trace=trace, repeats=repeats, seed=seed, tokens=tokens,
-            output=output, long_output=long_output, requests=requests, turns=turns, concurrency=concurrency, rate=rate, share_document=share_document,
+            path, model_given=bool(model or _words(systems)), systems=_words(systems), endpoints=tuple(endpoint or ()), workloads=names, trace=trace,
+            repeats=repeats, seed=seed, tokens=tokens, output=output, long_output=long_output, requests=requests, turns=turns, concurrency=concurrency,
+            rate=rate, share_document=share_document,
             reuse=not share_document if reuse is None else reuse, pool=pool, budget=budget, link=link, hosts=hosts, data_plane=data_plane,
-            slo={"ttft": slo_ttft, "itl": slo_itl}, sweeps=sweeps, quality=quality, serving=tuple(shlex.split(serving)), options=options,
+            slo={"ttft": slo_ttft, "itl": slo_itl}, sweeps=sweeps, quality=quality, serving=serving_arguments, options=options,
             flags=tuple(flag or ()),
             host_cache_bytes=host_cache_bytes, arena_bytes=arena_bytes, trace_scale=trace_scale, trace_speed=trace_speed)
+        settings.check(context)
         folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
+        one = Bench(settings, folder=folder, command=shlex.join(["oasis", *sys.argv[1:]]), progress=say,
+                    save=lambda results: records.save(results, folder / "results.json"))
+        one.results.notes += note or []
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise BenchError(f"--out {folder}: {error.strerror}") from error
         say(f"results and logs: {folder}")
         interrupt_once()
-        one = Bench(settings, folder=folder, command=shlex.join(["oasis", *sys.argv[1:]]), progress=say,
-                    save=lambda results: records.save(results, folder / "results.json"))
-        one.results.notes += note or []
         try:
             one.run()
         except OSError as error:
@@ -125,6 +135,28 @@ def bench(
                 reporting.write(one.results, folder)
         reporting.console(one.results)
         say(f"wrote {folder}/report.html and results.json")
+
+
+def _model(text: str) -> Path:
+    """The folder, with a tokenizer that can be read. Raises ``ConfigError``, ``ModelError``."""
+    from oasis_sglang import models
+    from oasis_sglang.prompts import PromptMaker
+    from transport.errors import ConfigError
+
+    if text in ("", "4"):
+        return models.prepare(models.CUT_LAYERS if text else None, progress=say)
+    try:
+        PromptMaker(Path(text))
+    except Exception as error:  # the class itself is what the library raises
+        raise ConfigError(f"--model {text}: no tokenizer.json that can be read: {error}") from error
+    return Path(text)
+
+
+def _split(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"--serving {text}: {error}") from None
 
 
 def _words(text: str) -> tuple[str, ...]:

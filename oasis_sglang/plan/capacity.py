@@ -125,13 +125,13 @@ def lifetime(served: Served, ask: Ask, output: float | None = None) -> float:
     return sum(admitted(served, ask).values()) + on_demand(served, ask, output)
 
 
-def host(served: Served, ask: Ask) -> dict[str, float]:
-    """Bytes in a decode node's host memory at a request's end: ``cache`` = pieces that it pulled and blocks that it generated, ``tables`` of
-    its blocks. Staging is the node's, not the request's."""
+def host(served: Served, ask: Ask, output: int | None = None) -> dict[str, float]:
+    """Bytes in a decode node's host memory when ``output`` (None: all) tokens of the answer are there. ``cache`` = pieces that it pulled and blocks
+    that it generated, ``tables`` of its blocks. Staging is the node's, not the request's."""
     layout, page = served.layout, served.page
     whole = ask.prompt // page
     need = served.budget.need(ask.prompt, ask.output)
-    blocks = sizes.pages(ask.prompt + ask.output, page)
+    blocks = sizes.pages(ask.prompt + (ask.output if output is None else output), page)
     if not need.selecting:
         kept = served.keeps and not served.budget.exact
         parts = {"cache": whole * layout.payload_bytes if kept else 0, "tables": sizes.host_tables(layout, blocks) if kept else 0}
@@ -140,7 +140,7 @@ def host(served: Served, ask: Ask) -> dict[str, float]:
     # Without reuse what is in the lane is in the lane only.
     pieces = chosen * layout.pieces + (whole - chosen) * served.critical if served.keeps else chosen * (layout.pieces - served.critical)
     folded = max(0, blocks - whole - need.tail)
-    cache = (pieces * layout.piece_bytes + folded * layout.payload_bytes) * served.ranks + on_demand(served, ask)
+    cache = (pieces * layout.piece_bytes + folded * layout.payload_bytes) * served.ranks + on_demand(served, ask, output)
     return {"cache": cache, "tables": float(sizes.host_tables(layout, blocks) * served.ranks)}
 
 

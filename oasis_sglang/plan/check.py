@@ -1,13 +1,17 @@
 """Forecasts beside what ``oasis bench`` measured, run by run.
 
-Read from the results: of ``model`` ``layers``, ``kv_heads``, ``head_dim``, ``itemsize``, ``block_tokens`` and, with a profile, ``critical_heads``; of a
-system ``kind``, ``options`` and ``flags``; of a run its requests' token counts, byte counts and times, and ``node``. The model knows nothing of
-prompts that share a beginning: where decode keeps blocks, those pull less than forecast.
+Read from the results: of ``model`` ``layers``, ``kv_heads``, ``head_dim``, ``itemsize`` and ``block_tokens``; of a system ``kind``, ``options``,
+``flags`` and, with a profile, ``critical_heads`` (older results have that of the model); of a run its requests' token counts, byte counts and times, and
+``node``. The model knows nothing of prompts that share a beginning: where decode keeps blocks, those pull less than forecast.
+
+Which requests were there at one time is taken from the clients' clock, first token to last: a request that waits, is prefilled or is being pulled has
+no part in a batch. How many of them fit, what each holds in the pool, and what it has in host memory by then is the model's.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +19,7 @@ from typing import Any, NamedTuple
 from decode_node.budget import make_budget
 from oasis_sglang import config
 from oasis_sglang.bench.records import Request, Results, Run, System
+from oasis_sglang.bench.systems import DECODE_LOG_INTERVAL
 from oasis_sglang.plan import capacity, sizes
 from oasis_sglang.plan.capacity import Ask, Served
 from oasis_sglang.selection.profile import Profile
@@ -68,7 +73,7 @@ def served_of(model: Mapping[str, Any], system: System, point: Mapping[str, Any]
     flags = [*system.flags.get("all", ()), *system.flags.get("decode", ())]
     budget = make_budget(layout.block_tokens, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens,
                          options.on_miss == "wait", int(_last(flags, "--speculative-num-draft-tokens", "0")))
-    return Served(layout, budget._replace(exact=options.mode == "exact"), critical=_critical(model, options.profile), cap=options.fetch_blocks_per_step,
+    return Served(layout, budget._replace(exact=options.mode == "exact"), critical=_critical(model, system, options.profile), cap=options.fetch_blocks_per_step,
                   full=options.admission == "full", keeps=_last(flags, "--radix-cache-backend", "oasis") == "oasis", tokens_per_step=tokens_per_step,
                   hysteresis=options.hysteresis)
 
@@ -78,10 +83,12 @@ def _last(flags: Sequence[str], name: str, default: str) -> str:
     return next((value for flag, value in reversed(list(zip(flags, flags[1:]))) if flag == name), default)
 
 
-def _critical(model: Mapping[str, Any], profile: str) -> int:
+def _critical(model: Mapping[str, Any], system: System, profile: str) -> int:
     """How many heads the profile serves from all blocks."""
     if not profile:
         return 0
+    if system.critical_heads is not None:
+        return system.critical_heads
     if "critical_heads" in model:
         return int(model["critical_heads"])
     try:
@@ -111,7 +118,7 @@ def _stock(run: Run, served: Served, answered: list[Request]) -> dict[str, tuple
     found = {"wire bytes": (sum(capacity.full_transfer(served.layout, ask.prompt) for ask in asks), run.node.wire_bytes)}
     if run.node.kv_pool_tokens:
         held = max(capacity.stock_tokens(ask, served.page) for ask in asks)
-        found["requests at once"] = (min(open_at_once(answered), run.node.kv_pool_tokens // held), run.node.concurrency)
+        found["requests at once"] = (min(decoding_at_once(answered), run.node.kv_pool_tokens // held), run.node.concurrency)
     return found
 
 
@@ -128,12 +135,12 @@ def _oasis(run: Run, served: Served, answered: list[Request]) -> dict[str, tuple
     if not node.kv_pool_tokens:
         return found
     needs = [served.budget.need(ask.prompt, ask.output).pages for ask in asks]
-    at_once = min(open_at_once(answered), node.kv_pool_tokens // served.page // max(needs))
+    fit = node.kv_pool_tokens // served.page // max(needs)
+    at_once = min(decoding_at_once(answered), fit)
     found |= {"requests at once": (at_once, node.concurrency),
               "KV pool tokens": (sum(sorted(needs)[-at_once:]) * served.page if at_once else 0, node.kv_pool_tokens_peak)}
-    caches = sorted(capacity.host(served, ask)["cache"] for ask in asks)
     # What is kept stays when its request has ended, as far as there is room.
-    held = sum(caches if served.keeps else caches[-at_once:] if at_once else ())
+    held = sum(capacity.host(served, ask)["cache"] for ask in asks) if served.keeps else _host_peak(served, answered, fit)
     found["decode host bytes"] = (min(held, node.host_reserved_bytes or math.inf), node.host_used_bytes_peak)
     return found
 
@@ -144,11 +151,31 @@ def _swaps(served: Served, asks: Sequence[Ask]) -> float:
     return sum(n * capacity.exchanged(served, ask) for n, ask in zip(steps, asks)) / (sum(steps) or 1.0)
 
 
-def open_at_once(requests: Sequence[Request]) -> int:
-    """Most requests between sending and last token at one time. ``sent`` counts from the start of the run."""
-    events = sorted([(r.sent, 1) for r in requests] + [(r.sent + r.token_times[-1], -1) for r in requests])
+def _host_peak(served: Served, answered: Sequence[Request], fit: int) -> float:
+    """Most bytes of host cache at one time, of at most ``fit`` requests, each with what it has by then. It grows until one of them ends."""
+    most = 0.0
+    for now in sorted({request.sent + request.token_times[-1] for request in answered}):
+        then = [(request, tokens) for request in answered if (tokens := _tokens_by(request, now))]
+        held = sorted((capacity.host(served, _ask(request), tokens)["cache"] for request, tokens in then), reverse=True)
+        most = max(most, sum(held[:fit]))
+    return most
+
+
+def _tokens_by(request: Request, now: float) -> int:
+    """Output tokens that a request has at ``now``; 0 before the first and after the last, when it holds nothing."""
+    since, soon = now - request.sent, 1e-9  # what ends now is there
+    return bisect_right(request.token_times, since + soon) if since - soon <= request.token_times[-1] else 0
+
+
+def decoding_at_once(requests: Iterable[Request], steps: int = DECODE_LOG_INTERVAL) -> int:
+    """Most requests that decode at one time, for ``steps`` of their tokens: a batch that lasts less may be gone before decode's log tells of it.
+    At least 1. ``sent`` counts from the start of the run."""
+    events = []
+    for request in requests:
+        times = request.token_times
+        events += [(request.sent + times[0], -1), (request.sent + times[max(0, len(times) - 1 - steps)], 1)]
     now = most = 0
-    for _, change in events:
-        now += change
+    for _, ended in sorted(events):  # of one time what begins comes first
+        now -= ended
         most = max(most, now)
     return most

@@ -20,7 +20,7 @@ class Shape:
     """A decoder with grouped-query attention and a gated MLP, or ``experts`` of them of which each token takes ``experts_used``.
 
     ``intermediate``: width of the MLP, or of one expert; ``tied``: embedding and output head are one matrix; ``qk_norm``, ``qkv_bias``: which
-    small extras its attention has. ``weight_bytes``: 0 = two bytes per parameter.
+    small extras its attention has. ``weight_bytes``: 0 = two bytes per parameter. ``context``, ``dtype``: as the folder says, 0 and "" where it does not.
     """
 
     name: str
@@ -38,6 +38,8 @@ class Shape:
     qk_norm: bool = False
     qkv_bias: bool = False
     weight_bytes: int = 0
+    context: int = 0
+    dtype: str = ""
 
     @property
     def _mlp(self) -> int:
@@ -143,4 +145,5 @@ def read(folder: Path) -> Shape:
         intermediate=number("moe_intermediate_size", "intermediate_size") if experts else number("intermediate_size"),
         vocabulary=number("vocab_size"), tied=bool(config.get("tie_word_embeddings")), experts=experts,
         experts_used=number("num_experts_per_tok") if experts else 0, qk_norm=architecture.startswith("Qwen3"), qkv_bias=architecture == "Qwen2ForCausalLM",
-        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")))
+        weight_bytes=sum(file.stat().st_size for file in folder.glob("*.safetensors")), context=number("max_position_embeddings", default=0),
+        dtype=str(config.get("torch_dtype") or config.get("dtype") or ""))

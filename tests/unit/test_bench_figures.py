@@ -3,7 +3,9 @@
 import pytest
 
 from oasis_sglang.bench import figures, records
+from oasis_sglang.bench.quality import FLAGS
 from oasis_sglang.bench.records import Meters, Node, Quality, Request, Run, System
+from oasis_sglang.bench.run import DETERMINISTIC
 
 SLO = {"ttft": 1.0, "itl": 0.2}
 
@@ -80,6 +82,44 @@ def test_memory_and_selection_come_from_the_node():
     assert found["cluster_host_bytes_peak"] == 100
     assert found["misses_share"] == pytest.approx(0.3)
     assert (found["concurrency"], found["client_concurrency"], found["wire_metered_bytes"]) == (4, 2, 5)
+
+
+def test_what_the_tiers_had_kept_is_not_this_runs():
+    def of(kept):
+        node = Node(host_used_bytes_peak=30, tier_used_bytes_peak=70, tier_kept_bytes=kept)
+        return figures.of_run(run_of(request("a", 0, [1.0]), node=node), SLO)["cluster_host_bytes_peak"]
+    assert (of(None), of(0), of(50), of(90)) == (100, 100, 50, 30)
+
+
+def test_a_run_without_an_answer_has_rates_of_nothing_and_no_latency():
+    run = run_of(request("a", 0.0, [], error="x"), request("b", 0.0, [], error="x"), seconds=0.0, node=Node(wire_bytes=500))
+    assert figures.of_run(run, SLO) == {"failed": 2, "output_tokens_per_second": 0, "decode_tokens_per_second": 0, "requests_per_second": 0, "goodput": 0,
+                                        "slo_share": 0, "wire_bytes": 500}
+
+
+def test_a_repeat_in_which_all_failed_is_in_the_median():
+    runs = [run_of(request("a", 0, [0.5, 0.6], error=error), repeat=i) for i, error in enumerate((None, "x", "x"))]
+    [summary] = figures.summarise(results_of(runs))
+    found = summary.figures
+    assert (found["output_tokens_per_second"].median, found["output_tokens_per_second"].high, found["output_tokens_per_second"].n) == (0, 0.5, 3)
+    assert (found["goodput"].median, found["slo_share"].mean, found["failed"].median) == (0, pytest.approx(1 / 3), 1)
+    assert (found["ttft_mean"].median, found["ttft_mean"].n) == (0.5, 1)
+
+
+def test_without_the_full_transfer_of_every_request_there_is_no_share():
+    found = figures.of_run(run_of(request("a", 0, [1.0], full_transfer_bytes=1000), request("b", 0, [1.0]), node=Node(wire_bytes=800)), SLO)
+    assert found["admitted_bytes"] == 400
+    assert not {"full_transfer_bytes", "admitted_share", "lifetime_share"} & set(found)
+
+
+def test_quality_of_two_points_is_two():
+    rows = [Quality("oasis", "needle", "a", {"budget": budget}, 4, kl, kl, 0.9) for budget, kl in ((256, 0.5), (512, 0.1))]
+    assert [(s.point, s.figures["kl"].median) for s in figures.summarise(results_of([], quality=rows))] == [({"budget": 256}, 0.5), ({"budget": 512}, 0.1)]
+
+
+def test_the_definition_of_kl_says_how_it_is_measured():
+    assert DETERMINISTIC["on_miss"] == "wait" and f"on_miss: wait, at most {DETERMINISTIC['wait_seconds']:.0f} s" in figures.FIGURES["kl"].definition
+    assert "--disable-overlap-schedule" in FLAGS and "without SGLang's overlap schedule" in figures.FIGURES["kl"].definition
 
 
 def test_every_figure_is_defined_and_every_definition_is_made():

@@ -6,6 +6,7 @@ import pytest
 
 from oasis_sglang import models
 from oasis_sglang.bench import replay
+from oasis_sglang.bench.workloads import describe
 from oasis_sglang.prompts import PromptMaker
 from transport.errors import ConfigError
 
@@ -69,7 +70,22 @@ def test_what_is_too_long_is_left_out_and_counted(tmp_path, maker):
 
 def test_a_limit_takes_the_first(tmp_path, maker):
     path = written(tmp_path, *(entry(i, 100, 1, [i]) for i in range(5)))
-    assert len(replay.load(path, maker, limit=2).jobs) == 2
+    cut = replay.load(path, maker, limit=2)
+    assert len(cut.jobs) == 2 and cut.notes[0] == "the first 2 of 5 requests of the file"
+    assert describe(cut).notes[0] == cut.notes[0], "the report has it"
+    assert not any("of the file" in note for limit in (5, None) for note in replay.load(path, maker, limit=limit).notes)
+
+
+def test_of_a_trace_that_is_cut_those_left_out_count_among_the_first(tmp_path, maker):
+    path = written(tmp_path, entry(0, 3000, 10, list(range(6))), "", *(entry(i, 100, 1, [i]) for i in range(4)))
+    assert replay.load(path, maker, context=1024, limit=2).notes[0] == "the first 3 of 5 requests of the file"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path, maker):
+    with pytest.raises(ConfigError, match="gone.jsonl: No such file"):
+        replay.load(tmp_path / "gone.jsonl", maker)
+    with pytest.raises(ConfigError, match="Is a directory"):
+        replay.load(tmp_path, maker)
 
 
 def test_arrivals_are_from_the_earliest_on_whatever_the_order_of_the_lines(tmp_path, maker):

@@ -294,6 +294,80 @@ def test_cases_with_failed_requests_do_not_count():
     assert "compared in none" in verdict.verdict(made, Figures(made))
 
 
+def said_of(made):
+    return verdict.verdict(finished(made), Figures(made))
+
+
+def test_a_repeat_that_failed_is_no_whole_case_whatever_the_median_says():
+    made = results(systems=("stock", "oasis"))
+    for run in made.runs:
+        if (run.system, run.workload, run.repeat) == ("oasis", "chat", 1):
+            for request in run.requests:
+                request.error = "gone"
+    finished(made)
+    assert Figures(made).median(Case("chat"), "oasis", "failed") == 0
+    assert "oasis against stock on needle (without 1 in which a request failed)" in said_of(made)
+    for run in made.runs:  # of the base
+        if (run.system, run.workload, run.repeat) == ("stock", "needle", 2):
+            run.requests[0].error = "gone"
+    assert "oasis: no workload was answered in full by it and by stock" in said_of(made)
+
+
+def test_what_was_never_run_did_not_fail():
+    made = results(systems=("stock", "full", "oasis"))
+    made.runs = [run for run in made.runs if run.system != "full" and (run.system, run.workload) != ("oasis", "chat")]
+    full, ours = said_of(made).split("oasis against")
+    assert full.strip() == ("full: no workload was answered in full by it and by stock, so that it is compared in none; full was never run.")
+    assert ours.startswith(" stock on needle: ") and "oasis was never run on chat" in ours and "request failed" not in ours
+
+
+def test_repeats_that_are_missing_are_counted():
+    made = results(systems=("stock", "oasis"), workloads=("needle",))
+    made.runs = [run for run in made.runs if (run.system, run.repeat) != ("oasis", 2)]
+    assert "oasis was run in 2 of 3 repeats of needle." in said_of(made) and "stock was run" not in said_of(made)
+    assert " was run in " not in said_of(results(systems=("stock", "oasis")))
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_accuracy_of_what_the_model_cannot_do_is_no_comparison(dense):
+    made = results(systems=("stock", "oasis"))
+    made.systems[0].dense = dense
+    for run in made.runs:
+        for request in run.requests:
+            if run.workload == "needle":  # 0.2 on average, but for the first repeat of stock's
+                request.score = 0.2 * (run.system == "stock") * (run.repeat != 1) * 1.5
+            else:
+                request.score = 0.5 if run.system == "stock" else 0.25
+    said = said_of(made)
+    lost = "accuracy says nothing on needle: the model cannot do it at this length, stock itself scores 0.200"
+    assert (lost in said) is dense
+    assert ("accuracy 0.250 against 0.500;" in said) is dense, "of chat alone"
+    assert ("accuracy 0.125 against 0.400 (worst" in said) is not dense, "a base that selects may have lost it by that"
+    for run in made.runs:
+        for request in run.requests:
+            request.score = 0.0
+    said = said_of(made)
+    assert not dense or ("accuracy says nothing on needle and chat" in said and "against 0" not in said)
+
+
+def test_figures_of_one_point_say_so():
+    page = html(results(sweep={"budget": (128, 256)}))
+    assert "Options of systems: of the first point of the sweep" in page.text
+    assert "Both are of the first repeat and of the first point of the sweep alone" in page.text
+    once = html(results(repeats=1))
+    assert "Options of systems: of" not in once.text and "Digest: of all prompts." in once.text and " alone: the others" not in once.text
+    assert "Both are of the first repeat alone" in html(results()).text
+
+
+def test_rows_of_the_load_generator_are_told_apart_by_point():
+    made = results(workloads=("needle",))
+    made.serving = [{"system": "oasis", "point": {"pool": pool}, "completed": pool // 100} for pool in (1600, 3200)] + [{"system": "stock", "completed": 4}]
+    page = html(made)
+    assert [cell.strip() for cell in page.row("completed")] == ["completed", "16", "32", "4"]
+    assert [cell.strip() for cell in page.row("", "oasis, pool 1,600")] == ["", "oasis, pool 1,600", "oasis, pool 3,200", "stock"]
+    assert not any(row and row[0].strip() == "point" for row in page.rows)
+
+
 @pytest.mark.parametrize(("one", "warned"), [
     (Equality("full", "stock", "needle", {"concurrency": 4}, 5, 9, True), "full gave other answers than stock in 4 of 9 requests of needle, concurrency 4"),
     (Equality("full", "stock", "needle", {}, 0, 0, True), "No answer of full to needle could be compared with stock's."),

@@ -1,11 +1,15 @@
 """Systems by name, points of sweeps, and what is read from the servers."""
 
+import http.server
+import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from oasis_sglang.bench import counters, settings, systems
 from oasis_sglang.bench.records import Node, Request
+from oasis_sglang.selection.profile import Profile
 from oasis_sglang.stack import worker_argv
 from transport.errors import ConfigError
 
@@ -135,13 +139,99 @@ def test_growth_of_steps_makes_the_selection_figures():
                                                                                                                                       "capacity_bytes": 100},
                                  "steps": {"steps": 2 * n, "request_steps": 4 * n, "wanted": 100 * n, "misses": 25 * n, "missed_mass_ppm": 400_000 * n,
                                            "score_microseconds": 3000 * n,
-                                           "plan_microseconds": 1000 * n},
+                                           "plan_microseconds": 1000 * n, "plan_wait_microseconds": 5000 * n, "trust_wait_microseconds": 1000 * n},
                                  "stalls": {"counts": [0], "sum_ms": 500.0 * n, "count": n, "bounds_ms": [1]}}}
-    sampler = counters.Sampler(counters.Places(), True)
+    sampler = counters.Sampler(counters.Places())
     sampler.host, sampler.pool, sampler.tiers = [10, 30, 20], [0, 32, 16], [5, 9]
     found = counters.node(look(oasis(1)), look(oasis(3)), sampler, counters.Places(), arena_bytes=1000)
     assert found == Node(wire_bytes=22, device_extra_bytes=11, kv_pool_tokens=1600, kv_pool_tokens_peak=32, host_reserved_bytes=164,
                          host_used_bytes_mean=25.0, host_used_bytes_peak=30,
                          tier_reserved_bytes=1000, tier_used_bytes_peak=9, wanted=200, misses=50, missed_mass=0.1, request_steps=8, swapped_pieces=0,
                          stalls=2, stall_seconds=1.0)
-    assert counters.stages(look(oasis(1)), look(oasis(3))) == {"scores": 1.5, "plan": 0.5, "wait for the plan": 0.0, "wait for trust": 0.0}
+    parts = {"scores, beside the forward": 1.5, "plan, beside the forward": 0.5, "wait for the plan": 2.5, "wait for trust": 0.5, "wait for blocks": 125.0}
+    assert counters.stages(look(oasis(1)), look(oasis(3)), None) == parts
+    assert counters.stages(look(oasis(1)), look(oasis(3)), 200.0) == {"whole step": 200.0, counters.REST: 72.0, **parts}
+    assert counters.stages(look(oasis(1)), look(oasis(3)), 100.0)[counters.REST] == 0.0
+    assert counters.stages(look(), look(), 200.0) == {}
+
+
+def test_bytes_of_a_full_transfer_are_as_decode_reports_them():
+    def full(token_bytes):
+        requests = [Request("a", 100, 0, 0, [1.0], [1]), Request("b", 200, 0, 0, [1.0], [1])]
+        report = {"full_transfer_bytes": 700, "admitted_bytes_by_phase": {"pieces": 1}, "lifetime_bytes_by_phase": {"pieces": 2}}
+        counters.account(requests, ["a", "b"], look({"requests": {"a": report}}), token_bytes)
+        return [request.full_transfer_bytes for request in requests]
+    assert full(10) == [700, 2000]
+    assert full(None) == [700, None], "the model that is served is not known"
+
+
+PAGE = """# TYPE sglang:realtime_tokens counter
+sglang:realtime_tokens_total{mode="prefill_compute"} 0.0
+"""
+
+
+@pytest.fixture
+def servers():
+    """Answers of small servers, by path; a path that is not there is 404."""
+    answers, asked = {}, []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append(self.path)
+            body = answers.get(self.path)
+            self.send_response(200 if body is not None else 404)
+            self.end_headers()
+            self.wfile.write((body if isinstance(body, str) else json.dumps(body)).encode())
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{running.server_port}", answers, asked
+        running.shutdown()
+
+
+def test_a_counter_that_is_not_there_is_none_and_one_at_0_is_0(servers):
+    assert counters.sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_compute") == 0
+    assert counters.sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_cache") is None
+    url, answers, _ = servers
+    answers["/metrics"] = PAGE
+    before = counters.look(counters.Places(prefill=url))
+    answers["/metrics"] = PAGE.replace(" 0.0", " 70.0")
+    after = counters.look(counters.Places(prefill=url))
+    found = counters.node(before, after, counters.Sampler(counters.Places()), counters.Places(), arena_bytes=None)
+    assert (found.computed_tokens, found.wire_bytes) == (70, None)
+    assert counters.wire_bytes(look(), look(transferred=30.0)) == 30, "a counter appears with its first count"
+
+
+def test_stock_is_looked_at_as_oasis_is_and_says_what_its_pool_holds(servers):
+    url, answers, asked = servers
+    answers |= {"/server_info": {"internal_states": [{}], "max_total_num_tokens": 900}, "/state": {"record_bytes": 10, "inventory": {"records": 8, "free": 5}},
+                "/v1/loads?include=core": {"loads": [{"num_used_tokens": 300}, {"num_used_tokens": 20}]}}
+    places = counters.Places(decode=url, tiers=(url, url))
+    with counters.Sampler(places) as sampler:
+        pass
+    assert (sampler.pool, sampler.host, sampler.tiers) == ([320], [], [60])
+    assert "/server_info" in asked
+    before = counters.look(places)
+    found = counters.node(before, before, sampler, places, arena_bytes=None)
+    assert (found.kv_pool_tokens, found.kv_pool_tokens_peak, found.host_used_bytes_peak) == (900, 320, None)
+    assert (found.tier_used_bytes_peak, found.tier_kept_bytes) == (60, 60)
+    del answers["/v1/loads?include=core"]
+    with counters.Sampler(places) as sampler:
+        pass
+    assert (sampler.pool, sampler.tiers) == ([], [60]), "what cannot be read is left out, nothing else"
+
+
+def test_decode_with_several_schedulers_is_known_as_such():
+    assert counters.several(look(info={"internal_states": [{}, {}]}))
+    assert not counters.several(look(info={"internal_states": [{}]})) and not counters.several(look())
+
+
+def test_each_system_has_the_critical_heads_of_its_own_profile(tmp_path):
+    Profile(1, "f", 2, 2, ((0, 1), (1, 0), (1, 1)), ((0.0, 0.1), (0.2, 0.3)), {}).save(tmp_path / "p.json")
+    assert systems.named(f"oasis:512+profile={tmp_path}/p.json", SERVING).system.critical_heads == 3
+    assert systems.named("oasis:512", SERVING).system.critical_heads is None
+    with pytest.raises(ConfigError, match="none.json"):
+        systems.named(f"oasis+profile={tmp_path}/none.json", SERVING)

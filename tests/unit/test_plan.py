@@ -416,6 +416,9 @@ def test_options_and_flags_of_a_system_become_the_model():
     assert swept == [32, 64]
     held = [check.served_of(model, System("oasis", "oasis", "", False, options=options)).hysteresis for options in ({"hysteresis": 0.5}, {})]
     assert held == [0.5, OasisConfig().hysteresis]
+    profiled = System("oasis", "oasis", "", False, options={"profile": "gone.json"}, critical_heads=7)
+    assert check.served_of({**model, "critical_heads": 5}, profiled).critical == 7, "each system has its own"
+    assert check.served_of({**model, "critical_heads": 5}, replace(profiled, critical_heads=None)).critical == 5
     with pytest.raises(ConfigError, match="critical_heads"):
         check.served_of(model, System("oasis", "oasis", "", False, options={"profile": "gone.json"}))
 
@@ -435,11 +438,60 @@ def test_swaps_are_those_of_steps_of_requests_that_select(tmp_path):
     assert not any(row.figure == "swaps per head and step" for row in check.compare(found))
 
 
-def test_requests_that_are_open_at_once_are_counted():
-    def request(sent: float, seconds: float) -> Request:
-        return Request("", 10, sent, sent, [seconds], [1])
+def test_predictions_of_a_run_by_hand():
+    """Two requests of 5,998 tokens at once, 30 layers, 3 KV heads, float32: pieces of 8,192 bytes, 374 whole blocks, 5 of 90 heads critical, budget 512."""
+    times = [1.0 + 0.1 * i for i in range(9)]
+    # Served, profile of five heads: manifest, partial page, summaries; (32 x 90 + 342 x 5) pieces.
+    phases = {"manifest": 156_206, "records": 0, "partial_page": 737_280, "summaries": 374 * (90 * 76 + 8), "pieces": (2880 + 1710) * 8192, "on_demand": 0}
+    assert (phases["summaries"], phases["pieces"]) == (2_561_152, 37_601_280)
+    demanded = 8 * 85 * 8192  # 8 steps to a cap of 1
+    requests = [Request(f"r{i}", 5998, 0.0, 0.0, times, [7] * 9, 5998 * 46_080, phases, {**phases, "on_demand": demanded}) for i in range(2)]
+    cache = (32 + 8) * 85 * 8192  # without the lane's; nothing that was generated has left the tail
+    node = Node(concurrency=1, kv_pool_tokens=13_120, kv_pool_tokens_peak=2 * (512 + 256), host_reserved_bytes=1 << 32, host_used_bytes_peak=round(2 * cache / 0.8),
+                request_steps=16, swapped_pieces=16 * 85)
+    stock = Node(wire_bytes=2 * 375 * 16 * 46_080, concurrency=2, kv_pool_tokens=13_120)
+    options = {"budget_tokens": 512, "profile": "gone.json", "fetch_blocks_per_step": 1, "hysteresis": 3}
+    found = Results("", "", "", 0, {"layers": 30, "kv_heads": 3, "head_dim": 64, "itemsize": 4, "block_tokens": 16, "critical_heads": 5}, {}, {},
+                    {"ttft": 1, "itl": 1}, {}, 1, "stock", [
+                        System("stock", "stock", "", True),
+                        System("oasis", "oasis", "", False, options=options, flags={"all": ["--radix-cache-backend", ""]})], [], [
+                        Run("stock", "needle", 0, {}, 0, 9.0, [replace(r, admitted_bytes_by_phase=None) for r in requests], stock, Meters()),
+                        Run("oasis", "needle", 0, {}, 1, 9.0, requests, node, Meters())])
+    ratios = {(row.system, row.figure): row.ratio for row in check.compare(found)}
+    assert ratios == pytest.approx({
+        ("stock", "wire bytes"): 5998 / 6000, ("stock", "requests at once"): 1.0, ("oasis", "admitted bytes"): 1.0, ("oasis", "lifetime bytes"): 1.0,
+        ("oasis", "swaps per head and step"): 0.5 * 0.33 * 32**0.65, ("oasis", "requests at once"): 2.0, ("oasis", "KV pool tokens"): 1.0,
+        ("oasis", "decode host bytes"): 0.8}, abs=2e-5)
 
-    assert check.open_at_once([request(0, 2), request(1, 2), request(2, 1), request(2.5, 9)]) == 3
+
+def timed(first: float, tokens: int, gap: float = 0.1, sent: float = 0.0, prompt: int = 6000) -> Request:
+    return Request("", prompt, sent, sent, [first + gap * i for i in range(tokens)], [7] * tokens)
+
+
+def test_requests_that_decode_at_one_time_are_counted_not_those_that_wait():
+    # Eight sent together, each prefilled for a second after the one before, with 12 tokens in 2.2 seconds: three at a time, one of them for a moment only.
+    staggered = [timed(1.0 + i, 12, 0.2) for i in range(8)]
+    assert check.decoding_at_once(staggered, steps=0) == 3, "until a token is there the next has its first"
+    assert check.decoding_at_once(staggered) == 1, "two are together for 6 tokens at most"
+    assert check.decoding_at_once([timed(1.0 + i, 25, 0.2) for i in range(8)]) == 4, "of 4.8 seconds 3.2 begin what lasts 8 tokens"
+    assert check.decoding_at_once([timed(1.0, 12, sent=5.0), timed(6.0, 12)]) == 2, "times count from when each was sent"
+    assert check.decoding_at_once([timed(1.0, 3), timed(1.1, 3)]) == 1 and check.decoding_at_once([timed(1.0, 3)] * 2) == 2
+
+
+def test_host_memory_is_what_each_request_has_by_then():
+    one = small(keeps=False)
+    early, late = timed(1.0, 64), timed(5.0, 64)  # the first ends at 7.3, when the other has 24
+    whole, part = (capacity.host(one, Ask(6000, 64), tokens)["cache"] for tokens in (None, 24))
+    assert whole > part > 32 * 90 * 8192
+    assert check._host_peak(one, [early, late], 8) == pytest.approx(whole + part)
+    assert check._host_peak(one, [early, late], 1) == pytest.approx(whole), "one fits the pool"
+    assert check._host_peak(one, [timed(1.0, 64), timed(9.0, 64)], 8) == pytest.approx(whole), "one after the other"
+
+
+def test_what_is_generated_goes_to_the_host_when_it_leaves_the_tail():
+    one, ask = small(), Ask(6000, 1000)  # 375 whole blocks, a tail of 16
+    early, late = (capacity.host(one, ask, tokens)["cache"] - capacity.on_demand(one, ask, tokens) for tokens in (16 * 16, 16 * 20))
+    assert early == pytest.approx(32 * 90 * 8192) and late == pytest.approx(early + 4 * 90 * 8192)
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ def test_own_answers_take_the_place_of_the_fixed_ones(maker):
 
 def test_conversations_share_the_system_prompt_and_no_more_than_the_question_after_it(maker):
     made = turns.conversations(maker, 4, 5, 1500, "one")
-    asked = max(len(maker.encode("<|im_start|>user\n" + ask)) for ask in turns._ASKS)
+    asked = max(len(maker.encode("<|im_start|>user\n" + ask)) for ask in turns.ASKS)
     for i, a in enumerate(made):
         for b in made[i + 1 :]:
             assert 1500 <= leading(a.prompt(0), b.prompt(0)) <= 1500 + asked
@@ -103,12 +103,6 @@ def test_a_transfer_is_of_whole_pages(tokens, held, pages):
     assert turns.transfer_bytes(tokens, held, 16, 10) == pages * 160
 
 
-def test_token_bytes_of_grouped_and_of_plain_heads():
-    grouped = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
-    assert turns.kv_token_bytes(grouped, 4) == 2 * 30 * 3 * 64 * 4
-    assert turns.kv_token_bytes({"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "head_dim": 32}, 2) == 2 * 2 * 4 * 32 * 2
-
-
 PAGE = """# TYPE sglang:realtime_tokens counter
 sglang:realtime_tokens_total{mode="prefill_compute",rank="0"} 70.0
 sglang:realtime_tokens_total{mode="prefill_compute",rank="1"} 30.0
@@ -123,7 +117,7 @@ sglang:kv_transfer_total_mb_count{} 2.0
 def test_samples_are_summed_by_name_and_label():
     assert sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_compute") == 100
     assert sample_sum(PAGE, "sglang:kv_transfer_total_mb_sum") == 1.5
-    assert sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_cache") == 0
+    assert sample_sum(PAGE, "sglang:realtime_tokens_total", mode="prefill_cache") is None
 
 
 def row(name: str, turn: int, wire: dict, *, requests: int = 1, computed: int = 10, ttft: float = 1.0, host: int = 0, answers=((1, 2),)) -> dict:
