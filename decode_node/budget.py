@@ -8,7 +8,8 @@ from typing import NamedTuple
 from transport.errors import CapacityError, ConfigError
 
 PAGE_SIZES = (16, 32, 64)
-REQUEST_OPTIONS = ("mode", "budget_tokens", "on_miss")
+REQUEST_OPTIONS = ("mode", "budget_tokens", "on_miss", "on_failure")
+"""Of ``custom_params.oasis``. The last is read by ``policy.py``."""
 
 
 def _pages(tokens: int, page: int) -> int:

@@ -60,7 +60,7 @@ class Coordinator:
         self.parked_pages = 0
         self._dropped: deque[Entry] = deque()
         self.batch: list[Entry | None] = []
-        self.stepper = self.trace = None
+        self.stepper = self.trace = self.recovery = None
         self.overlap = False
         """Whether SGLang prepares a step while another one runs: then a request cannot stand aside between them."""
         self.peak_pages = self.peak_batch = 0
@@ -77,7 +77,7 @@ class Coordinator:
         self.ack_staging_queue: list = []
 
     def bind(self, *, pieces: PoolPieces, sets, cache, stepper, reuse: Reuse, puller, admit: Callable[[Entry], None], trace=None) -> None:
-        """``admit(entry)`` starts the pull of a request that has been granted what it needs."""
+        """``admit(entry)`` starts the pull of a request that has been granted what it needs. ``recovery`` is set where there is one."""
         self.pieces, self.sets, self.cache, self.stepper, self.reuse = pieces, sets, cache, stepper, reuse
         self.puller, self.admit, self.trace = puller, admit, trace
 

@@ -11,6 +11,7 @@ import numpy as np
 from decode_node.pull import Pull
 from transport import messages as m
 from transport.errors import OasisError, ProtocolError
+from transport.integrity import block_checks, piece_digests
 
 MESSAGE_BYTES = 8 << 20
 OUTSTANDING_BYTES = 64 << 20
@@ -33,7 +34,8 @@ class Donor:
             self.totals["blocks_not_donated"] += n
             return
         self._outstanding += size
-        fields = dict(depth=depth, hashes=b"".join(hashes), payloads=payloads.tobytes(), summaries=summaries.tobytes())
+        checks = block_checks(piece_digests(payloads, link.layout.pieces), summaries)
+        fields = dict(depth=depth, hashes=b"".join(hashes), payloads=payloads.tobytes(), summaries=summaries.tobytes(), checks=m.pack(checks, "u8"))
         link.request(m.Donate, fields, lambda reply, epoch=link.epoch: self._answered(reply, n, size, epoch), deadline=time.monotonic() + self.silence)
 
     def _answered(self, reply: m.Reply | OasisError, n: int, size: int, epoch: str) -> None:

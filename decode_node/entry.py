@@ -57,6 +57,9 @@ class Entry:
     wait_until: float = 0.0
     stalled_at: float = 0.0
     """Since when it stands aside; 0: it does not."""
+    waits: int = 0
+    stalled: float = 0.0
+    """Times that it stood aside, and seconds of them that have ended."""
     room: int = 0
     """Pieces that the host cache has promised room for; ``kept`` of them are in use by what was generated."""
     kept: int = 0

@@ -1,8 +1,6 @@
-"""SGLang's view of a decode rank: a KV manager and a receiver per request.
+"""SGLang's view of a decode rank: a KV manager. Its receivers, one per request: ``receiver.py``.
 
-Sources: ``sglang/srt/disaggregation/common/conn.py`` (bases), ``decode.py`` (callers). The receiver stays Bootstrapping
-until the tier handed over the room's manifest, so a request holds no KV page before prefill committed; WaitingForInput
-until SGLang allocated its pages; Transferring while they fill; Success once they are verified and complete.
+Sources: ``sglang/srt/disaggregation/common/conn.py`` (base), ``decode.py`` (callers).
 """
 
 from __future__ import annotations
@@ -12,24 +10,23 @@ import logging
 import threading
 import time
 
-import msgspec
-import numpy as np
 import requests
-from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
-from sglang.srt.disaggregation.common.conn import CommonKVManager, CommonKVReceiver, KVTransferError, PrefillServerInfo
+from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
+from sglang.srt.utils.network import NetworkAddress
+from urllib3.exceptions import HTTPError
 
 from decode_node import pull as states
 from decode_node import puller as p
-from transport.errors import ConfigError, LayoutMismatch, OasisError, PeerLost, RoomFailed
+from decode_node.recompute import Worker
+from decode_node.recovery import Recovery
+from transport.errors import LayoutMismatch, OasisError, PeerLost, ProtocolError
 from transport.layout import KVLayout
+from transport.peer_row import MAX_ROW_BYTES, decode_peer_row
 
 log = logging.getLogger("oasis.decode")
 
 REFUSAL_SECONDS = 5.0
 RESOLVE_SECONDS = 5.0
-
-_POLLS = {states.RESOLVING: KVPoll.Bootstrapping, states.AWAITING: KVPoll.Bootstrapping, states.READY: KVPoll.WaitingForInput,
-          states.PULLING: KVPoll.Transferring, states.SERVING: KVPoll.Success, states.DONE: KVPoll.Success, states.FAILED: KVPoll.Failed}
 
 
 class OasisDecodeManager(CommonKVManager):
@@ -42,12 +39,14 @@ class OasisDecodeManager(CommonKVManager):
         self._peers_lock = threading.Lock()
         # Prefill nodes that do not match this one, and until when that verdict stands.
         self._refused: dict[str, tuple[OasisError, float]] = {}
+        self.recovery: Recovery | None = None
 
-    def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report, fetch) -> None:
+    def bind(self, puller: p.Puller, layout: KVLayout, fingerprint: str, report, fetch, release=lambda req: None, recovery: Recovery | None = None) -> None:
         """``report()`` -> what ``/server_info`` shows beside the puller's counters; ``fetch(req, pull, pages, write_row)``
         has a committed prompt pulled, to SGLang's ``pages`` int64 [pages of the prompt] (-1: this node has it) or wherever else
-        requests live on this node."""
+        requests live on this node; ``release(req)`` takes back what that has granted; ``recovery``: of failed requests, None: they end."""
         self.puller, self.layout, self.fingerprint, self._report, self.fetch = puller, layout, fingerprint, report, fetch
+        self.release, self.recovery = release, recovery
         puller.start()
         self._start_heartbeat_checker_thread()
 
@@ -80,28 +79,48 @@ class OasisDecodeManager(CommonKVManager):
         Raises ``PeerLost``, ``LayoutMismatch``."""
         with self._peers_lock:
             row = self._peers.get(source)
-        if row is not None:
-            return row
+        return self._ask(source) if row is None else row
+
+    def _ask(self, source: str) -> dict:
+        """As ``resolve``, of the node itself."""
         address, _, dp_rank = source.rpartition("/")
         try:
-            response = requests.get(f"http://{address}/oasis/peer", params={"dp_rank": dp_rank, "tp_rank": self.attn_tp_rank}, timeout=RESOLVE_SECONDS)
-        except requests.RequestException as error:
+            with requests.get(f"http://{address}/oasis/peer", params={"dp_rank": dp_rank, "tp_rank": self.attn_tp_rank}, timeout=RESOLVE_SECONDS,
+                              stream=True) as response:
+                body = response.raw.read(MAX_ROW_BYTES + 1, decode_content=True)
+        except (requests.RequestException, HTTPError, OSError) as error:
             raise PeerLost(f"cannot reach the prefill node: {error}", peer=address, limit=f"{RESOLVE_SECONDS} s") from error
         if response.status_code != 200:
-            raise LayoutMismatch(f"the prefill node has no peer for this rank (tp_size {self.attn_tp_size}): {response.text}",
+            raise LayoutMismatch(f"the prefill node has no peer for this rank (tp_size {self.attn_tp_size}): {body[:200].decode(errors='replace')}",
                                  field="tp_size", peer=address)
         try:
-            row = response.json()
-            theirs = msgspec.convert(row["layout"], KVLayout)
-            fingerprint, _ = row["fingerprint"], row["control"]
-        except (ValueError, KeyError, TypeError, msgspec.ValidationError) as error:
-            raise LayoutMismatch(f"the prefill node's description is not understood: {error}", field="peer row", peer=address) from error
-        self.layout.require_equal(theirs, peer=address)
-        if fingerprint != self.fingerprint:
-            raise LayoutMismatch(f"model differs: {self.fingerprint[:12]} here, {fingerprint[:12]} at the prefill node", field="fingerprint", peer=address)
+            found = decode_peer_row(body, peer=address)
+        except ProtocolError as error:
+            raise LayoutMismatch(f"the prefill node's description is not understood: {error.message}", field="peer row", peer=address) from error
+        self.layout.require_equal(found.layout, peer=address)
+        if found.fingerprint != self.fingerprint:
+            raise LayoutMismatch(f"model differs: {self.fingerprint[:12]} here, {found.fingerprint[:12]} at the prefill node",
+                                 field="fingerprint", peer=address)
+        row = {"control": found.control}
         with self._peers_lock:
             self._peers[source] = row
         return row
+
+    def look(self, address: str, room: int) -> Worker:
+        """The prefill worker at bootstrap address ``address``, for a request in ``room``. On any thread, blocking. Raises ``PeerLost``,
+        ``LayoutMismatch``."""
+        if not self.try_ensure_parallel_info(address):
+            raise PeerLost("the prefill node does not answer", room=room, peer=address)
+        info = self.prefill_info_table.get(address)
+        if info is None or info.prefill_http_port is None:
+            raise PeerLost("the prefill node does not say where it takes requests", room=room, peer=address)
+        rank = None if info.dp_size == 1 else room % info.dp_size
+        source = f"{address}/{rank or 0}"
+        url = NetworkAddress(NetworkAddress.parse(address).host, info.prefill_http_port).to_url()
+        return Worker(url, source, rank, self._ask(source)["control"])
+
+    def submit_prefill_recompute(self, kv_receiver, payload: dict) -> None:
+        """Nothing to do: our receiver has asked when it was made, since SGLang admits a request here only after its commit."""
 
     def forget(self, control: str) -> None:
         """The tier at ``control`` is gone or restarted: ask its prefill nodes again."""
@@ -136,80 +155,6 @@ class OasisDecodeManager(CommonKVManager):
     def report(self) -> dict:
         """Counters for ``/server_info``."""
         puller = self.puller
-        return {"role": "decode", "totals": dict(puller.totals), "pulls": len(puller.live),
+        return {"role": "decode", "totals": {**puller.totals, **(self.recovery.totals if self.recovery else {})}, "pulls": len(puller.live),
                 "leases": sum(pull.state == states.SERVING for pull in list(puller.live)), "requests": dict(puller.reports),
                 "tiers": {a: (link.epoch if link.error is None else "") for a, link in list(puller.links.items())}, **self._report()}
-
-
-class OasisReceiver(CommonKVReceiver):
-    """One request on one decode rank; owner of its ``Pull``."""
-
-    def __init__(self, mgr, bootstrap_addr, bootstrap_room=None):
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        # The base class keys its states by room in dictionaries, where two requests with one room would mix.
-        mgr.request_status.pop(bootstrap_room, None)
-        mgr.prefill_response_tracker.pop(bootstrap_room, None)
-        self.bootstrap_infos = []
-        self.req = None
-        self.pull: states.Pull | None = None
-        self.error: OasisError | None = None
-
-    def init(self, prefill_dp_rank: int):
-        if self.conclude_state is not None:
-            return
-        refusal = self.kv_mgr.refusal(self.bootstrap_addr)
-        if refusal is not None:
-            self.error, self.conclude_state = refusal, KVPoll.Failed
-            return
-        self.pull = self.kv_mgr.puller.pull(self.bootstrap_room, f"{self.bootstrap_addr}/{prefill_dp_rank}", rid=self.req.rid if self.req else "")
-
-    def send_metadata(self, kv_indices, aux_index=None, state_indices=None, decode_prefix_len=None,
-                      destination=KVTransferDestination.DEVICE, **_):
-        here, rest = divmod(decode_prefix_len or 0, self.kv_mgr.kv_args.page_size)
-        if rest or destination != KVTransferDestination.DEVICE:
-            # Both come from options that are refused at start; whoever gets round that loses this request, not the server.
-            self.error = ConfigError("Oasis pulls whole pages into the KV pool", room=self.bootstrap_room)
-            self._cancel(str(self.error))
-            self.conclude_state = KVPoll.Failed
-            return
-        try:
-            pages = np.concatenate([np.full(here, -1), kv_indices]).astype(np.int64)
-            self.kv_mgr.fetch(self.req, self.pull, pages, self.kv_mgr.row_writer(aux_index))
-        except OasisError as error:  # options of this request, or more than this node can hold
-            self.error = error
-            self._cancel(str(error))
-            self.conclude_state = KVPoll.Failed
-        self.init_time = time.time()
-
-    def poll(self) -> int:
-        if self.conclude_state is None:
-            state = KVPoll.Bootstrapping if self.pull is None else _POLLS[self.pull.state]
-            if state not in (KVPoll.Success, KVPoll.Failed):
-                return state
-            self.conclude_state = state
-        return self.conclude_state
-
-    def clear(self) -> None:
-        self._cancel("the request was cleared")
-        self.kv_mgr.addr_to_rooms_tracker[self.bootstrap_addr].discard(self.bootstrap_room)
-
-    def abort(self) -> None:
-        if self.conclude_state != KVPoll.Failed:
-            before_its_peer = PeerLost("aborted before its prefill node answered", room=self.bootstrap_room, peer=self.bootstrap_addr)
-            aborted = RoomFailed("aborted on the decode node", room=self.bootstrap_room)
-            self.error = self.error or (before_its_peer if self.pull is None else aborted)
-        self._cancel("the request was aborted on the decode node")
-        self.conclude_state = KVPoll.Failed
-
-    def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
-        """Nothing to tell: after ``cancel`` no one writes to this request's pages, and the tier knows the lease."""
-
-    def _cancel(self, reason: str) -> None:
-        if self.pull is not None:
-            self.kv_mgr.puller.cancel(self.pull, reason)
-
-    def failure_exception(self):
-        self.conclude_state = KVPoll.Failed
-        self._cancel("another rank failed")
-        error = self.error or (self.pull.error if self.pull else None) or RoomFailed("failed on another rank", room=self.bootstrap_room)
-        raise KVTransferError(self.bootstrap_room, f"{error.code}: {error}")

@@ -10,6 +10,7 @@ SERVING is admitted like DONE, but its lease lives on and more may be read for i
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,6 +66,11 @@ class Pull:
     source: str
     deadline: float
     rid: str = ""
+    began: float = field(default_factory=time.monotonic)
+    ready_at: float = 0.0
+    fetched_at: float = 0.0
+    admitted_at: float = 0.0
+    """When it entered READY, PULLING and what follows; 0: not yet."""
     state: str = RESOLVING
     error: OasisError | None = None
     cancelled: bool = False
@@ -127,7 +133,7 @@ class Pull:
 
     def admit(self) -> None:
         """All of its admission was read: what comes from now on is on demand. Under ``lock``."""
-        self.admitted_by_phase = dict(self.bytes_by_phase)
+        self.admitted_by_phase, self.admitted_at = dict(self.bytes_by_phase), time.monotonic()
         self.state = SERVING if self.destination.keeps_lease else DONE
 
     def report(self, token_bytes: int) -> dict:

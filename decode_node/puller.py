@@ -26,8 +26,9 @@ from decode_node.rooms import RoomFinder
 from decode_node.tier_link import TierLink
 from transport import messages as m
 from transport.dataplane import DataPlane
-from transport.errors import DeadlineExceeded, OasisError, PeerLost, RoomFailed
+from transport.errors import CapacityError, DeadlineExceeded, Draining, OasisError, PeerLost, RoomFailed
 from transport.layout import KVLayout
+from transport.security import Security
 from transport.staging import Staging
 
 log = logging.getLogger("oasis.puller")
@@ -36,6 +37,8 @@ BUSY_POLL_SECONDS = 0.0005
 IDLE_SECONDS = 0.25
 REPORTED_REQUESTS = 1024
 RESOLVERS = 8
+MAX_LIVE = 4096
+"""Requests at most, those that wait included; SGLang's own queues have no bound."""
 
 
 class Puller:
@@ -50,11 +53,13 @@ class Puller:
 
     def __init__(self, *, node: str, rank: int, layout: KVLayout, fingerprint: str, plane: DataPlane, staging: Staging,
                  resolve: Callable[[str], dict], forget: Callable[[str], None], limits: PullLimits, sample: Callable[[], None] = lambda: None,
-                 export: Callable[[dict, dict], None] = lambda totals, gauges: None):
+                 export: Callable[[dict, dict], None] = lambda totals, gauges: None, security: Security | None = None):
         self.node, self.rank, self.layout, self.fingerprint = node, rank, layout, fingerprint
         self.resolve, self.forget, self.limits, self.sample, self.export = resolve, forget, limits, sample, export
+        self.security = security or Security()
         self.totals: Counter[str] = Counter()
         self.live: set[Pull] = set()
+        self.draining = False
         self.reports: dict[str, dict] = {}
         self.links: dict[str, TierLink] = {}
         self.leases = LeaseKeeper(self.links, self.live, limits.silence_seconds, lost=self._give_up)
@@ -66,6 +71,7 @@ class Puller:
         self._context = zmq.Context()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._resolving: dict[str, list[Pull]] = {}
+        self._unwanted: dict[Pull, OasisError] = {}  # refused once their tiers can be told: prefill's records would wait for them
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="oasis-resolve")
         self._exported_at = self._sampled_at = 0.0
         self._stop = False
@@ -76,9 +82,9 @@ class Puller:
 
     # -- any thread ---------------------------------------------------------------------------------------------
 
-    def pull(self, room: int, source: str, *, rid: str = "") -> Pull:
-        """Starts a request: finds its tier and waits for its commit. ``rid`` names it in reports."""
-        pull = Pull(room, source, time.monotonic() + self.limits.await_seconds, rid)
+    def pull(self, room: int, source: str, *, rid: str = "", seconds: float | None = None) -> Pull:
+        """Starts a request: finds its tier and waits for its commit, ``seconds`` long (None: ``await_seconds``). ``rid`` names it in reports."""
+        pull = Pull(room, source, time.monotonic() + (self.limits.await_seconds if seconds is None else seconds), rid)
         self._post(self._begin, pull)
         return pull
 
@@ -117,6 +123,22 @@ class Puller:
     def source_lost(self, source: str) -> None:
         """A prefill node is dead. What it committed stands, at its tier or at a memory node; the rest fails soon."""
         self._post(self._source_lost, source)
+
+    def refuse_new(self) -> None:
+        """From now on ``pull`` makes requests that fail with ``Draining``; those under way go on. Any thread."""
+        self.draining = True
+
+    def drain(self, seconds: float) -> int:
+        """Takes nothing new, ends what is left and tells the tiers, waiting ``seconds`` at most. Returns how many requests it could not
+        end: their leases run out. Where ``cancel`` may not be called, this may not either."""
+        self.refuse_new()
+        for pull in list(self.live):
+            self.cancel(pull, "the decode node is going down")
+            self.release(pull)
+        told = threading.Event()
+        self._post(told.set)
+        told.wait(seconds)
+        return len(self.live)
 
     def close(self) -> None:
         self._stop = True
@@ -196,12 +218,19 @@ class Puller:
         if any(p.room == pull.room for p in self.live):
             self._refuse(pull, RoomFailed("duplicate bootstrap room on this decode node", room=pull.room, peer=pull.source))
             return
+        if self.draining or len(self.live) >= MAX_LIVE:
+            self._unwanted[pull] = self._refusal(pull)
         self.live.add(pull)
         self.totals["requests"] += 1
         same = self._resolving.setdefault(pull.source, [])
         same.append(pull)
         if len(same) == 1:  # one look-up at a time for each node: a hanging one takes one thread, not all
             self._resolvers.submit(self._resolve, pull.source)
+
+    def _refusal(self, pull: Pull) -> OasisError:
+        if self.draining:
+            return Draining("the decode node is going down and takes nothing new", room=pull.room, peer=self.node)
+        return CapacityError("too many requests on this decode node", room=pull.room, limit=f"{MAX_LIVE} at a time", retryable=True)
 
     def _resolve(self, source: str) -> None:
         """On a resolver thread."""
@@ -219,6 +248,8 @@ class Puller:
                 self._guard(pull, self.rooms.unresolved, pull, answer)
             else:
                 self._guard(pull, self.rooms.begin, pull, answer["control"])
+            if refusal := self._unwanted.pop(pull, None):
+                self._give_up(pull, refusal)
 
     def _source_lost(self, source: str) -> None:
         for pull in [p for p in self.live if p.source == source and p.state in (RESOLVING, AWAITING)]:
@@ -230,9 +261,13 @@ class Puller:
             self._drop_link(link)
             link = None
         if link is None:
-            link = self.links[address] = TierLink(
-                self._context, address, node=self.node, rank=self.rank, layout=self.layout, fingerprint=self.fingerprint,
-                silence=self.limits.silence_seconds, now=time.monotonic(), on_ready=self._linked)
+            try:
+                link = self.links[address] = TierLink(
+                    self._context, address, node=self.node, rank=self.rank, layout=self.layout, fingerprint=self.fingerprint,
+                    silence=self.limits.silence_seconds, now=time.monotonic(), on_ready=self._linked, security=self.security)
+            except OasisError:
+                self.forget(address)  # perhaps its prefill node names another one by now
+                raise
         return link
 
     def _linked(self, link: TierLink) -> None:
@@ -268,7 +303,7 @@ class Puller:
         n = len(m.encode(manifest))
         pull.bytes_by_phase["manifest"] += n
         self.totals["bytes_manifest"] += n
-        pull.deadline = float("inf")  # from here the lease and the reads have deadlines of their own
+        pull.deadline, pull.ready_at = float("inf"), time.monotonic()  # from here the lease and the reads have deadlines of their own
         pull.state = READY
 
     # -- reading ------------------------------------------------------------------------------------------------
@@ -278,7 +313,7 @@ class Puller:
             if pull.state != READY or pull.cancelled:
                 return
             jobs = destination.start(pull)
-            pull.destination, pull.write_row, pull.vacant, pull.state = destination, write_row, vacant, PULLING
+            pull.destination, pull.write_row, pull.vacant, pull.fetched_at, pull.state = destination, write_row, vacant, time.monotonic(), PULLING
         self._read(pull, jobs)
 
     def _read(self, pull: Pull, jobs: list[Job]) -> None:

@@ -19,7 +19,7 @@ from decode_node.arena_peer import ArenaPeer
 from decode_node.pull import Pull, PullLimits
 from decode_node.tier_link import TierLink
 from transport.dataplane import MAX_DESCRIPTORS, DataPlane, ReadBatch, Transfer
-from transport.errors import CapacityError, DeadlineExceeded, LeaseExpired, OasisError, PeerLost
+from transport.errors import CapacityError, DeadlineExceeded, IntegrityError, LeaseExpired, OasisError, PeerLost
 from transport.planes.ranges import coalesce
 from transport.staging import Staging, Window
 
@@ -242,6 +242,7 @@ class JobReader:
         if not pull.wanted:
             return
         self.totals["read_failures"] += 1
+        self.totals["reads_damaged"] += isinstance(error, IntegrityError)
         if not lost or connection not in job.lost_connections:  # one loss takes all reads in flight along
             job.attempts += 1
         if lost:

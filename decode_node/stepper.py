@@ -147,6 +147,9 @@ class Stepper:
                 entry.stalled_at = entry.stalled_at or time.monotonic()
                 return False
             self.totals["waits_ended_by_bound"] += 1
-        self.stalls.add(time.monotonic() - entry.stalled_at if entry.stalled_at else 0.0)
+        stalled = time.monotonic() - entry.stalled_at if entry.stalled_at else 0.0
+        self.stalls.add(stalled)
+        entry.waits += entry.stalled_at > 0.0
+        entry.stalled += stalled
         entry.wait_until = entry.stalled_at = 0.0
         return True

@@ -9,12 +9,15 @@ from __future__ import annotations
 import itertools
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from transport import messages as m
-from transport.errors import DeadlineExceeded, OasisError, PeerLost, ProtocolError, StaleEpoch
+from transport.errors import AccessDenied, DeadlineExceeded, OasisError, PeerLost, ProtocolError, StaleEpoch
 from transport.layout import KVLayout
+from transport.security import BROKEN_OFF, REFUSED, Security, refusal, split_key
 
 Callback = Callable[["m.Reply | OasisError"], None]
 
@@ -22,12 +25,13 @@ Callback = Callable[["m.Reply | OasisError"], None]
 class TierLink:
     """Owner: the puller, on its thread. ``on_ready(link)`` is called once the tier welcomed us.
 
-    ``hello``: fields of ``Hello``. ``silence`` seconds without any answer end the link while something is due.
+    ``hello``: fields of ``Hello``. ``silence`` seconds without any answer end the link while something is due. ``security``: what the
+    tier, and the data planes that it names, are held to. Raises ``AccessDenied``, ``PeerLost``, ``ProtocolError``.
     """
 
     def __init__(self, context: zmq.Context, address: str, *, node: str, rank: int, layout: KVLayout, fingerprint: str,
-                 silence: float, now: float, on_ready: Callable[[TierLink], None]):
-        self.address, self.peer = address, f"tier {address}"
+                 silence: float, now: float, on_ready: Callable[[TierLink], None], security: Security | None = None):
+        self.address, self.peer, self.security = address, f"tier {split_key(address)[0]}", security or Security()
         self.rank, self.layout, self.silence = rank, layout, silence
         self.welcome: m.Welcome | None = None
         self.error: OasisError | None = None
@@ -43,11 +47,15 @@ class TierLink:
         self.socket.setsockopt(zmq.IDENTITY, b"\x01" + uuid.uuid4().bytes)
         self.socket.setsockopt(zmq.MAXMSGSIZE, m.MAX_MESSAGE)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor = self.socket.get_monitor_socket(REFUSED | (BROKEN_OFF if self.security.keys else 0))
         try:
-            self.socket.connect(address)
+            self.socket.connect(self.security.dial(self.socket, address, self.peer))
         except zmq.ZMQError as error:
-            self.socket.close()
+            self._close()
             raise PeerLost(f"the tier's address cannot be used: {error.strerror}", peer=self.peer) from error
+        except OasisError:
+            self._close()
+            raise
         self._say_hello()
 
     @property
@@ -111,6 +119,8 @@ class TierLink:
                 raise StaleEpoch("the tier restarted", peer=self.peer)
             for endpoint in reply.endpoints:
                 endpoint.verify()
+                if endpoint.kind == "zmq":
+                    self.security.require(endpoint.address, self.peer)
                 reply.geometry.require_sound(self.layout, endpoint.size, peer=self.peer)
         except OasisError as error:
             self.fail(error)
@@ -140,6 +150,7 @@ class TierLink:
             callback(answer)
             if isinstance(answer, StaleEpoch):
                 self.fail(answer)
+        self._look_at_handshakes()
         if self.error is not None:
             return
         for _, deadline in list(self._pending.values()):
@@ -154,12 +165,24 @@ class TierLink:
             else:
                 self._say_hello()
 
+    def _look_at_handshakes(self) -> None:
+        if self.error is None and not self.security.trusts(self.address):
+            self.fail(AccessDenied("the tier's key is not on this node's allow list any more", peer=self.peer))
+        if self.error is None:
+            with suppress(zmq.Again):
+                self.fail(AccessDenied(refusal(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]), peer=self.peer))
+
+    def _close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self.socket.close()
+
     def fail(self, error: OasisError) -> None:
         """Ends the link; everything that waits on it learns why. Idempotent."""
         if self.error is not None:
             return
         self.error = error
-        self.socket.close()
+        self._close()
         pending, self._pending = self._pending, {}
         queued, self._queued = self._queued, []
         for callback, _ in pending.values():

@@ -207,7 +207,10 @@ def bind_decode(manager, queue) -> None:
     coordinator = scheduler.hisparse_coordinator
     window = max(options.staging_bytes // options.staging_windows, layout.payload_bytes)
     staging = Staging(window, options.staging_windows)
-    plane = MeteredPlane(make_plane(options.data_plane, incarnation(f"{node}:{manager.attn_tp_rank}"), staging.region))
+    security = options.security()
+    if security.allow_plaintext:
+        log.warning("tiers on other hosts are talked to without encryption or authentication (allow_plaintext)")
+    plane = MeteredPlane(make_plane(options.data_plane, incarnation(f"{node}:{manager.attn_tp_rank}"), staging.region, security=security))
     physical = allocator if coordinator is None else coordinator.physical
     peaks, started = {"kv_pool_tokens_peak": 0}, time.monotonic()
 
@@ -236,13 +239,16 @@ def bind_decode(manager, queue) -> None:
                       "cache_evicted": cache.evicted, "blocks_evicted": store.evicted}
             sets = {"host_cache_bytes": cache.used_bytes, "working_sets": coordinator.sets.size - coordinator.sets.free,
                     "blocks_held": store.held, "blocks_cached": store.cached}
-        export(totals, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": in_use()}, stalls)
+        export({**totals, **recovery.totals}, {**gauges, **sets, "host_bytes": staging.region.nbytes, "kv_pool_tokens": in_use()}, stalls)
 
     sink = PageSink(pool.k_buffer, pool.v_buffer, layout)
     puller = Puller(
         node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint,
         plane=plane, staging=staging, resolve=manager.resolve, forget=manager.forget,
-        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds, options.hold_reads_file), sample=sample, export=exported)
+        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds, options.hold_reads_file), sample=sample, export=exported,
+        security=security)
+
+    recovery = _make_recovery(manager, puller, options)
 
     def report() -> dict:
         return {
@@ -264,11 +270,29 @@ def bind_decode(manager, queue) -> None:
             puller.fetch(pull, WholePages(sink, layout, pages), write_row, written())
     else:
         query_heads = scheduler.model_config.num_attention_heads // manager.attn_tp_size
-        coordinator.overlap = scheduler.enable_overlap
+        coordinator.overlap, coordinator.recovery = scheduler.enable_overlap, recovery
         keep = get_memory().radix_cache_backend == "oasis"
         fetch = _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written, keep=keep)
-    manager.bind(puller, layout, fingerprint, report, fetch)
+    release = (lambda req: None) if coordinator is None else coordinator.request_finished
+    manager.bind(puller, layout, fingerprint, report, fetch, release, recovery)
     log.info("decode rank %d pulls over %s into %d windows of %d bytes", manager.attn_tp_rank, plane.kind, options.staging_windows, window)
+
+
+def _make_recovery(manager, puller, options: config.OasisConfig):
+    """What is done about requests that lose their KV."""
+    from sglang.srt.runtime_context import get_serving
+
+    from decode_node.policy import RecoveryLimits
+    from decode_node.recompute import Recomputer
+    from decode_node.recovery import Recovery
+
+    def start(order, source: str):
+        return puller.pull(order.room, source, rid=order.rid, seconds=max(0.0, order.deadline - time.monotonic()))
+
+    key = get_serving().api_key
+    recomputer = Recomputer(addresses=options.other_prefills(), look=manager.look, start=start, cancel=puller.cancel,
+                            headers={"Authorization": f"Bearer {key}"} if key else {})
+    return Recovery(RecoveryLimits(options.on_failure, options.recompute_attempts, options.recompute_seconds), manager.attn_tp_size, recomputer)
 
 
 def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink, puller, written, *, keep: bool = False):
@@ -325,7 +349,9 @@ def _bind_working_sets(coordinator, query_heads, options, summary, layout, sink,
         puller.fetch(entry.pull, destination, entry.write_row, written())
 
     def fetch(req, pull, pages, write_row) -> None:
-        coordinator.reserve(req, pull, write_row)
+        entry = coordinator.reserve(req, pull, write_row)
+        if (life := getattr(req, "oasis", None)) is not None:
+            life.entries.append(entry)
 
     trace = Trace(options.trace_dir) if options.trace_dir else None
     if trace is not None:

@@ -10,10 +10,14 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from transport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transport.security import Security
 
 ENV = "SGLANG_OASIS_CONFIG"
 ACTIVE_ENV = "SGLANG_OASIS_ACTIVE"
@@ -22,7 +26,8 @@ ACTIVE_ENV = "SGLANG_OASIS_ACTIVE"
 class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One worker's options; every field is an option of the same name.
 
-    Both: node: its name (default: the host's). summary: kind built at publication and used for scoring, "none" for none;
+    Both: drain_seconds: after a SIGTERM, how long requests may take to end. node: its name (default: the host's).
+    summary: kind built at publication and used for scoring, "none" for none;
     the control_ kinds are for measuring. trace_dir: tests only, taps write what they see there.
 
     Prefill: tier: unix socket of the node's tier. reserve_seconds: how long a prompt may wait for room in the arena.
@@ -46,14 +51,22 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     publish_generated: give the tier the whole blocks of each answer (it must accept them), for prefill and other decode nodes.
     inner_backend: SGLang's attention backend inside ours ("": the one that SGLang would choose).
 
-    Decode, the transfer: data_plane: nixl | zmq (the tier must serve it). staging_bytes, staging_windows: host memory that
+    Decode, the transfer: keys, allowed: this node's secret key file, and the folder of the public keys of the tiers that it may
+    connect to (see `oasis keys`); without them allow_plaintext must be set for tiers on other hosts. data_plane: nixl | zmq (the tier
+    must serve it). staging_bytes, staging_windows: host memory that
     reads land in. await_seconds: how long to wait for prefill's commit. read_seconds: one window's deadline.
-    silence_seconds: a tier that answers nothing for so long is dead. hold_reads_file: fault tests only, no read starts
+    silence_seconds: a tier that answers nothing for so long is dead. on_failure: recompute | fail, what becomes of a request that loses its
+    tier or gets damaged KV twice: a prefill worker computes it again, at most recompute_attempts times and within recompute_seconds of the
+    failure, or it ends. prefill_addresses: bootstrap addresses (host:port, with commas) of prefill workers to ask beside the one that
+    the request came with. hold_reads_file: fault tests only, no read starts
     while this file exists.
     """
 
     tier: str = ""
     node: str = ""
+    keys: str = ""
+    allowed: str = ""
+    allow_plaintext: bool = False
     data_plane: str = "nixl"
     mode: str = "sparse"
     admission: str = "selected"
@@ -81,7 +94,12 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
     tier_start_seconds: float = 60.0
+    on_failure: str = "recompute"
+    recompute_attempts: int = 2
+    recompute_seconds: float = 60.0
+    prefill_addresses: str = ""
     restore_min_tokens: int = 64
+    drain_seconds: float = 30.0
     hold_reads_file: str = ""
     trace_dir: str = ""
 
@@ -90,17 +108,22 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         from oasis_sglang.selection import CONTROL_NAMES, SUMMARY_NAMES
 
         choices = {"data_plane": ("nixl", "zmq"), "mode": ("sparse", "exact"), "admission": ("selected", "full"),
-                   "on_miss": ("defer", "wait"), "summary": (*SUMMARY_NAMES, *CONTROL_NAMES, "none")}
+                   "on_miss": ("defer", "wait"), "on_failure": ("recompute", "fail"), "summary": (*SUMMARY_NAMES, *CONTROL_NAMES, "none")}
         for option, allowed in choices.items():
             if getattr(self, option) not in allowed:
                 raise ConfigError(f"Oasis option {option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")
         for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds",
-                       "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes"):
+                       "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes",
+                       "recompute_attempts", "recompute_seconds"):
             if not 0 < getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must be positive")
-        for option in ("restore_min_tokens", "fetch_blocks_per_step", "warmup_steps", "hysteresis", "lookahead_rows", "lane_tokens"):
+        for option in ("restore_min_tokens", "drain_seconds", "fetch_blocks_per_step", "warmup_steps", "hysteresis", "lookahead_rows", "lane_tokens"):
             if not 0 <= getattr(self, option) < float("inf"):
                 raise ConfigError(f"Oasis option {option} must not be negative")
+        for address in self.other_prefills():
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+                raise ConfigError(f"Oasis option prefill_addresses: {address!r} is not host:port")
         if not 0 <= self.draft_trust <= 1:
             raise ConfigError("Oasis option draft_trust is a share, 0 to 1")
         if role == "prefill" and not self.tier:
@@ -109,7 +132,18 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ConfigError("Oasis option profile needs mode=sparse: with mode=exact every head attends to all blocks")
         if role == "decode" and self.mode == "sparse" and self.summary == "none":
             raise ConfigError("Oasis option mode=sparse needs block summaries: set summary on both workers, or mode=exact")
+        if role == "decode":
+            self.security()
         return self
+
+    def other_prefills(self) -> list[str]:
+        return [address.strip() for address in self.prefill_addresses.split(",") if address.strip()]
+
+    def security(self) -> Security:
+        """What a decode node's sockets are held to. Reads the key files; raises ``ConfigError`` naming the option."""
+        from transport.security import Security
+
+        return Security.load(self.keys, self.allowed, self.allow_plaintext, prefix="--oasis-")
 
 
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

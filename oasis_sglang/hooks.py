@@ -9,6 +9,12 @@
 | DecodePreallocQueue._create_receiver_... | oasis decode        | what it may hold is its own                              |
 | Req._compute_max_prefix_len              | oasis prefill       | the prompt's last queries must be computed to rank KV   |
 | process_batch_result_disagg_prefill      | oasis prefill       | restoring is compared with how fast prompts are computed |
+| prepare_abort                            | oasis server        | what passes is told as 503, not as 500                  |
+| SchedulerOutputStreamer.stream_output    | oasis decode        | the line in the log at a request's end                  |
+| Scheduler.send_abort_output              | oasis decode        | the same, of requests that end while they are queued    |
+| TokenizerManager.__init__                | oasis server        | SIGTERM takes nothing new; 503 says when to come again  |
+| Scheduler.abort_request                  | oasis server        | how the schedulers are told of it                       |
+| Scheduler.release_host_resources         | oasis server        | commits are finished and leases handed back at the end  |
 | get_internal_state                       | oasis server        | counters in /server_info                                |
 | flush_cache_after_weight_update          | oasis server        | KV of the old weights must not be found, here or in the tier |
 | validate_hisparse                        | sparse decode       | SGLang admits only its own sparse models to this shape  |
@@ -16,7 +22,7 @@
 | KVCacheConfigurator._build_token_to_k... | sparse decode       | our allocator, as many logical ids as requests can need |
 | KVCacheConfigurator.logical_token_cap... | sparse decode       | length limits count logical ids, not slots              |
 | ModelRunner.maybe_init_hisparse_coord... | sparse decode       | our coordinator                                         |
-| Scheduler.update_running_batch           | sparse decode       | a request waits for its misses, or ends with its tier   |
+| Scheduler.update_running_batch           | sparse decode       | a request waits for its misses; one whose tier is lost is computed again or ends |
 | ...DecodeMixin._get_new_prebuilt_batch   | sparse decode       | a request that waits is not run                         |
 | the CPU runtime's hooks                  | no GPU              | see ``oasis_sglang/cpu/hooks.py``                       |
 
@@ -60,7 +66,7 @@ def kv_class(original, transfer_backend, class_type):
 
         return OasisSender
     if class_type == KVClassType.RECEIVER:
-        from decode_node.manager import OasisReceiver
+        from decode_node.receiver import OasisReceiver
 
         return OasisReceiver
     if class_type == KVClassType.BOOTSTRAP_SERVER:
@@ -98,7 +104,10 @@ def sender(original, queue, req, num_kv_heads):
 def receiver(original, queue, req, is_rebootstrap=False):
     decode_req = original(queue, req, is_rebootstrap=is_rebootstrap)
     if hasattr(decode_req.kv_receiver, "pull"):
-        decode_req.kv_receiver.req = req
+        from oasis_sglang import refusals
+
+        decode_req.kv_receiver.belongs_to(req, is_rebootstrap)
+        refusals.remember(req, decode_req.kv_receiver)
     return decode_req
 
 
@@ -121,6 +130,57 @@ def batch_computed(result, scheduler, batch, batch_result):
     if restorer is not None and batch.forward_mode.is_extend():
         restorer.computed(sum(batch.extend_lens))
     return result
+
+
+def prepare_abort(original, req, error_message, status_code=None):
+    if config.active():
+        from oasis_sglang import refusals
+
+        status_code = refusals.status(req, status_code)
+    return original(req, error_message, status_code)
+
+
+def http_process(result, manager, *_, **__):
+    if config.active():
+        from oasis_sglang import draining, refusals
+
+        draining.install(manager)
+        refusals.install()
+    return result
+
+
+def outputs(result, streamer, reqs, *_, **__):
+    for req in reqs:
+        if req.finished():
+            ended(req)
+    return result
+
+
+def abort_output(result, scheduler, abort_req, req):
+    ended(req)
+    return result
+
+
+def ended(req) -> None:
+    if (life := getattr(req, "oasis", None)) is not None:
+        life.end(req)
+
+
+def abort_request(original, scheduler, recv_req):
+    if config.active():
+        from oasis_sglang import draining
+
+        if draining.told(scheduler, recv_req.rid):
+            return None
+    return original(scheduler, recv_req)
+
+
+def scheduler_ends(original, scheduler):
+    if config.active():
+        from oasis_sglang import draining
+
+        draining.close(scheduler)
+    return original(scheduler)
 
 
 def internal_state(result, controller, recv_req):
@@ -232,6 +292,14 @@ HOOKS: tuple[Hook, ...] = (
     Hook(Seam("sglang.srt.managers.schedule_batch.Req._compute_max_prefix_len", ("self", "input_len")), prefix_limit, "around"),
     Hook(Seam(f"{_PD}.prefill.SchedulerDisaggregationPrefillMixin.process_batch_result_disagg_prefill", ("self", "batch", "result")),
          batch_computed, "after"),
+    Hook(Seam(f"{_PD}.utils.prepare_abort", ("req", "error_message", "status_code")), prepare_abort, "around"),
+    Hook(Seam("sglang.srt.managers.tokenizer_manager.TokenizerManager.__init__", ("self", "server_args", "port_args", "start_pd_bootstrap_service")),
+         http_process, "after"),
+    Hook(Seam("sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer.stream_output",
+              ("self", "reqs", "return_logprob", "skip_req")), outputs, "after"),
+    Hook(Seam("sglang.srt.managers.scheduler.Scheduler.send_abort_output", ("self", "abort_req", "req")), abort_output, "after"),
+    Hook(Seam("sglang.srt.managers.scheduler.Scheduler.abort_request", ("self", "recv_req")), abort_request, "around"),
+    Hook(Seam("sglang.srt.managers.scheduler.Scheduler.release_host_resources", ("self",)), scheduler_ends, "around"),
     Hook(Seam("sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
               ("self", "recv_req")), internal_state, "after"),
     Hook(Seam("sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.flush_cache_after_weight_update",

@@ -75,6 +75,15 @@ RESTORING = {
 }
 """Counters of a prefill rank with ``--radix-cache-backend oasis``; another rank's stay at nought."""
 
+RECOVERING = {
+    "recomputes": "Times this rank had a request computed again after it lost its tier, its lease or what it read.",
+    "recomputed": "Times that a request of this rank went on after it was computed again.",
+    "recompute_failed_attempts": "Requests of this rank that failed after all their attempts to be computed again.",
+    "recompute_failed_deadline": "Requests of this rank that were not computed again in time.",
+    "recompute_failed_refused": "Requests of this rank that failed and were not computed again: policy, error or request forbid it.",
+}
+"""Counters of a decode rank whose requests have failed; another rank's stay at nought."""
+
 COUNTERS = {
     "prefill": {
         "pages_published": "Prompt pages copied into the tier by this rank.",
@@ -97,11 +106,13 @@ COUNTERS = {
         "bytes_partial_page": "Payload bytes of partial prompt pages pulled by this rank.",
         "bytes_manifest": "Bytes of manifests received by this rank.",
         "read_failures": "Reads of this rank that failed, timed out or did not verify.",
+        "reads_damaged": "Of those, reads of this rank that brought other bytes than were published.",
         "quarantined": "Staging windows of this rank given up while a read might still write into them.",
         "moved": "Rooms that a tier sent on to a memory node, for requests of this rank.",
         "searches": "Rooms that this rank looked for at memory nodes because their tier or prefill node was lost.",
         "links_lost": "Connections to tiers that this rank lost.",
         "internal_errors": "Faults of ours caught by this rank's pull loop.",
+        **RECOVERING,
         **WORKING_SETS,
     },
 }

@@ -35,6 +35,17 @@ def free_port() -> int:
     raise CapacityError("found no free TCP port", peer=HOST)
 
 
+def can_listen(host: str, port: int) -> bool:
+    """Whether a server could bind ``port`` now."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError:
+            return False
+        return True
+
+
 def probe(url: str) -> bool:
     """Whether a GET answers 200."""
     try:

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
@@ -242,6 +243,25 @@ class Processes:
 
     def _gone(self) -> ProcessesError:
         return ProcessesError(f"the process that starts servers is gone (log: {self.log})")
+
+
+def stop_together(servers: Sequence[Server]) -> None:
+    """Each takes seconds to drain, so they do it at the same time. Errors surface after all were tried."""
+    errors: list[BaseException] = []
+
+    def stop(server: Server) -> None:
+        try:
+            server.stop()
+        except (ProcessesError, TimeoutError) as error:
+            errors.append(error)
+
+    with ExitStack() as joins:
+        for server in servers:
+            thread = threading.Thread(target=stop, args=(server,))
+            thread.start()
+            joins.callback(thread.join)
+    if errors:
+        raise errors[0]
 
 
 def _changed(base: Mapping[str, str], changes: Environment) -> dict[str, str]:

@@ -30,6 +30,7 @@ _LINKER = f"{_MEM}.unified_cache.unified_cache_linker"
 SURFACE: tuple[Seam, ...] = (
     Seam(f"{_PD}.common.conn.CommonKVManager.__init__", ("self", "args", "disaggregation_mode", "server_args", "is_mla_backend")),
     Seam(f"{_PD}.common.conn.CommonKVManager.try_ensure_parallel_info", ("self", "bootstrap_addr")),
+    Seam(f"{_PD}.common.conn.CommonKVManager.submit_prefill_recompute", ("self", "kv_receiver", "payload")),
     Seam(f"{_PD}.common.conn.CommonKVManager._handle_node_failure", ("self", "failed_bootstrap_addr")),
     Seam(f"{_PD}.common.conn.CommonKVManager._start_heartbeat_checker_thread", ("self",)),
     Seam(f"{_PD}.common.conn.CommonKVSender.__init__", ("self", "mgr", "bootstrap_addr", "bootstrap_room", "req_has_disagg_prefill_dp_rank")),
@@ -64,6 +65,9 @@ SURFACE: tuple[Seam, ...] = (
     Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.request_finished", ("self", "req")),
     Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.retract_req", ("self", "req")),
     Seam("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", ("self", "reqs_to_exclude", "keep_indices")),
+    Seam("sglang.srt.managers.schedule_batch.Req.build_rebootstrap_payload", ("self",)),
+    Seam("sglang.srt.managers.schedule_batch.release_req",
+         ("req", "remaing_req_count", "req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache", "hisparse_coordinator", "offload_kv")),
     Seam("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),
     # The radix cache: the tree and the linker that ours stand in for.
     Seam(f"{_MEM}.registry.create_unified_radix_cache", ("ctx", "cache_class")),
@@ -103,7 +107,7 @@ FIELDS: tuple[Seam, ...] = (
     Seam("sglang.srt.managers.schedule_batch.Req.__init__",
          ("rid", "origin_input_ids", "sampling_params", "lora_id", "input_embeds", "bootstrap_room", "extra_key", "cache_salt")),
     Seam(f"{_PD}.common.conn.PrefillServerInfo",
-         ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "follow_bootstrap_room")),
+         ("attn_tp_size", "attn_cp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype", "follow_bootstrap_room", "prefill_http_port")),
     Seam("sglang.srt.model_executor.forward_batch_info.ForwardBatch",
          ("forward_mode", "batch_size", "req_pool_indices", "seq_lens", "seq_lens_cpu", "seq_lens_sum", "rids", "extend_seq_lens_cpu",
           "extend_prefix_lens_cpu")),

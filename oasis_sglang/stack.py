@@ -15,25 +15,24 @@ A Stack owns its servers, ports and scratch directory (sockets and SGLang's temp
 from __future__ import annotations
 
 import shutil
-import socket
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
 from oasis_sglang import config, launch
 from oasis_sglang.cpu import platform
+from oasis_sglang.keyring import Ring
 from oasis_sglang.probes import HOST, free_port, get_json, probe
-from oasis_sglang.processes import Environment, Processes, ProcessesError, Server
+from oasis_sglang.processes import Environment, Processes, Server, stop_together
 
 DEFAULT_ARENA_BYTES = 1 << 30
 READY_TIMEOUT_S = 300.0
 _PROGRESS_EVERY_S = 15.0
+_READY = {"tier": "/readyz", "memory": "/readyz", "prefill": "/health", "decode": "/health", "monolith": "/health", "router": "/readiness"}
 
 Progress = Callable[[str], None]
 Kind = Literal["oasis", "stock", "monolith"]
@@ -72,6 +71,8 @@ class StackSpec:
     """Decode workers: ``decode``, ``decode1``, and so on."""
     memory_nodes: int = 0
     """Tiers to which those of the prefill workers move what is committed: ``memory0``, ``memory1``, and so on."""
+    keyed: bool = False
+    """Whether tiers and decode workers are given keys, and talk to one another over nothing else."""
     max_running_requests: int = 4
     max_total_tokens: int = 20_000
 
@@ -159,7 +160,9 @@ class Stack:
         self._progress = progress
         self._ready_timeout = ready_timeout
         self._scratch: Path | None = None
+        self._ring: Ring | None = None
         self._segments: set[Path] = set()
+        self._starts: dict[str, Callable[[], Server]] = {}
 
     def __enter__(self) -> Self:
         self.start()
@@ -186,6 +189,7 @@ class Stack:
     def start(self) -> None:
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._scratch = Path(tempfile.mkdtemp(prefix=f"{self.spec.kind}-", dir=self._processes.scratch))
+        self._ring = Ring(self._scratch / "keys") if self.spec.keyed else None
         try:
             if self.spec.kind == "oasis":
                 self._start_tiers()
@@ -205,7 +209,7 @@ class Stack:
         try:
             self._note_segments()
             for roles in (("router",), ("prefill", "decode", "monolith"), ("tier",), ("memory",)):
-                _stop_together([server for server in servers if _role(server.name) in roles])
+                stop_together([server for server in servers if _role(server.name) in roles])
         finally:
             self.servers.clear()
             if self._scratch is not None:
@@ -214,6 +218,15 @@ class Stack:
             for segment in self._segments:
                 segment.unlink(missing_ok=True)
             self._segments.clear()
+
+    def restart(self, name: str) -> None:
+        """Start a server that has ended once more, with the arguments and at the addresses that it had, and wait until it is ready. Raises
+        StackError when it still runs, or does not get ready."""
+        if self.servers[name].poll() is None:
+            raise StackError(f"{name} still runs")
+        self._progress(f"starting {name} again")
+        self._start(name, self._starts[name])
+        self._wait_ready({name: _READY[_role(name)]})
 
     def check(self) -> None:
         """Raise StackError when a server has exited."""
@@ -258,17 +271,21 @@ class Stack:
         for name, listen in memory.items():
             self._start_tier(name, listen)
         self._wait_ready(dict.fromkeys(memory, "/readyz"))
-        more = ["--memory-nodes", ",".join(f"tcp://{listen}" for listen in memory.values())] if memory else []
+        more = ["--memory-nodes", ",".join(f"tcp://{listen}{self._ring.mark(name) if self._ring else ''}" for name, listen in memory.items())] if memory else []
         tiers = _numbered("tier", self.spec.prefills)
         for name in tiers:
-            self._start_tier(name, f"{self._place_of(name).wire}:0", *more)
+            self._start_tier(name, f"{self._place_of(name).wire}:{free_port()}", *more)
         self._wait_ready(dict.fromkeys(tiers, "/readyz"))
 
     def _start_tier(self, name: str, listen: str, *flags: str) -> None:
         http = f"{self._place_of(name).front}:{free_port()}"
         argv = [sys.executable, "-P", "-m", "oasis_sglang.cli", "tier", "--local", self._socket(name)]
         argv += ["--listen", listen, "--http", http, "--node", name]
-        argv += [] if listen.startswith(HOST) else ["--allow-plaintext"]  # between hosts of one machine
+        if self._ring is not None:
+            argv += self._ring.flags(name)
+        elif not listen.startswith(HOST):
+            argv += ["--allow-plaintext"]  # between hosts of one machine
+        argv += ["--drain-seconds", "0"]  # a stack is stopped as a whole: nobody will hand anything back
         argv += ["--arena-bytes", str(self.spec.arena_bytes), "--data-plane", self.spec.data_plane, *flags, *self.spec.tier_flags]
         self._progress(f"starting {name}")
         self.urls[name] = f"http://{http}"
@@ -306,6 +323,10 @@ class Stack:
     ) -> None:
         port, host = port or free_port(), self._place_of(name).front if host is None else host
         addresses = ["--host", host, "--port", str(port), *flags]
+        if role == "decode" and self._ring is not None:
+            addresses += self._ring.flags(name, launch.PREFIX)
+        elif role == "decode" and self.spec.kind == "oasis" and self._place_of("tier").wire != HOST:
+            addresses += [f"{launch.PREFIX}allow-plaintext=true"]
         argv, env = worker_argv(role, self.spec, self._socket(tier), addresses, index)
         self.urls[name] = f"http://{_reachable(host)}:{port}"
         self._progress(f"starting {self.spec.kind if role == 'monolith' else name}")
@@ -315,21 +336,23 @@ class Stack:
             self._run(name, [sys.executable, "-P", "-m", "sglang.launch_server", *argv], env)
 
     def _serve(self, name: str, argv: Sequence[str], env: Environment) -> None:
-        log, env = self._surroundings(name, env)
-        self.servers[name] = self._place_of(name).processes.serve(argv, log=log, env=env, name=name)
+        self._start(name, lambda: self._place_of(name).processes.serve(argv, **self._surroundings(name, env), name=name))
 
     def _run(self, name: str, argv: Sequence[str], env: Environment | None = None) -> None:
-        log, env = self._surroundings(name, env or {})
-        self.servers[name] = self._place_of(name).processes.run(argv, log=log, env=env, name=name)
+        self._start(name, lambda: self._place_of(name).processes.run(argv, **self._surroundings(name, env or {}), name=name))
 
-    def _surroundings(self, name: str, env: Environment) -> tuple[Path, dict[str, str | None]]:
+    def _start(self, name: str, start: Callable[[], Server]) -> None:
+        self._starts[name], self.servers[name] = start, start()
+
+    def _surroundings(self, name: str, env: Environment) -> dict[str, object]:
         """Log file, and environment with a temporary directory of the server's own: SGLang leaves five socket files behind in it at
         every exit, and its metrics in one of their own after a SIGKILL."""
         temporary = self._scratch / name
         metrics = temporary / "metrics"
+        shutil.rmtree(temporary, ignore_errors=True)  # of a life before this one
         metrics.mkdir(parents=True)
         own = {"TMPDIR": str(temporary), "PROMETHEUS_MULTIPROC_DIR": str(metrics)}
-        return self._run_dir / f"{name}.log", {**own, **self._place_of(name).env, **env, **self.spec.env}
+        return {"log": self._run_dir / f"{name}.log", "env": {**own, **self._place_of(name).env, **env, **self.spec.env}}
 
     def _wait_ready(self, paths: Mapping[str, str]) -> None:
         start = time.monotonic()
@@ -353,17 +376,6 @@ class Stack:
                 time.sleep(0.1)
 
 
-def can_listen(host: str, port: int) -> bool:
-    """Whether a server could bind ``port`` now."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError:
-            return False
-        return True
-
-
 def _reachable(host: str) -> str:
     return HOST if host in ("0.0.0.0", "::", "") else host
 
@@ -375,25 +387,6 @@ def _role(name: str) -> str:
 def _numbered(name: str, count: int) -> list[str]:
     """name, name1, name2, ..."""
     return [name, *(f"{name}{index}" for index in range(1, count))]
-
-
-def _stop_together(servers: Sequence[Server]) -> None:
-    """Each takes seconds to drain, so they do it at the same time. Errors surface after all were tried."""
-    errors: list[BaseException] = []
-
-    def stop(server: Server) -> None:
-        try:
-            server.stop()
-        except (ProcessesError, TimeoutError) as error:
-            errors.append(error)
-
-    with ExitStack() as joins:
-        for server in servers:
-            thread = threading.Thread(target=stop, args=(server,))
-            thread.start()
-            joins.callback(thread.join)
-    if errors:
-        raise errors[0]
 
 
 def _excerpt(server: Server, lines: int = 30) -> str:

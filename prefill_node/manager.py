@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import socket
 import uuid
 
+import msgspec
 import numpy as np
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, CommonKVManager, CommonKVSender, KVTransferError
+from sglang.srt.runtime_context import get_server_args
 from sglang.srt.utils.network import NetworkAddress
 
 from prefill_node import publisher as p
 from prefill_node.query_tap import QueryTap
 from prefill_node.restore import Restorer
-from transport.errors import ConfigError, RoomFailed
+from transport.errors import ConfigError, ProtocolError, RoomFailed
+from transport.peer_row import PeerRow, decode_peer_row
 
 log = logging.getLogger("oasis.prefill")
 
@@ -93,7 +97,7 @@ class OasisSender(CommonKVSender):
         """Called once the sender belongs to ``req``: starts the reservation."""
         self.rid = req.rid
         tokens = np.asarray(req.origin_input_ids, dtype=np.int64)
-        self.publication = self.kv_mgr.publisher.publish(self.bootstrap_room, tokens, self.kv_mgr.identify(req), self.kv_mgr.wish(req))
+        self.publication = self.kv_mgr.publisher.publish(self.bootstrap_room, tokens, self.kv_mgr.identify(req), self.kv_mgr.wish(req), req.rid)
 
     def send(self, kv_indices, state_indices=None, num_kv_tokens=None, indices_event=None):
         first = self.curr_idx
@@ -142,21 +146,27 @@ class OasisSender(CommonKVSender):
 
 
 class OasisBootstrapServer(CommonKVBootstrapServer):
-    """SGLang's bootstrap server plus one row per prefill rank: where its tier is and how its KV looks."""
+    """SGLang's bootstrap server plus one row per prefill rank: where its tier is and how its KV looks.
+
+    Only this host's ranks register, unless the worker spans several. A row that names another tier is still no way to it: decode nodes
+    with keys connect to those on their own list alone (``transport.security``)."""
 
     def _setup_routes(self):
         super()._setup_routes()
-        self.peers: dict[tuple[int, int], dict] = {}
+        self.several_hosts = get_server_args().nnodes > 1
+        self.peers: dict[tuple[int, int], PeerRow] = {}
         self.app.router.add_put("/oasis/peer", self._put_peer)
         self.app.router.add_get("/oasis/peer", self._get_peer)
 
     async def _put_peer(self, request: web.Request) -> web.Response:
-        row = await request.json()
+        if not (self.several_hosts or _is_this_host(request.remote)):
+            log.warning("a registration from %s was refused: no rank of this worker is there", request.remote)
+            return web.Response(status=403, text="ranks of this worker register from its own host")
         try:
-            key = (int(row["dp_rank"]), int(row["tp_rank"]))
-        except (KeyError, TypeError, ValueError):
-            return web.Response(status=400, text="a row needs dp_rank and tp_rank")
-        self.peers[key] = row
+            row = decode_peer_row(await request.read(), peer=str(request.remote))
+        except ProtocolError as error:
+            return web.Response(status=400, text=error.message)
+        self.peers[row.dp_rank, row.tp_rank] = row
         return web.json_response({})
 
     async def _get_peer(self, request: web.Request) -> web.Response:
@@ -168,4 +178,14 @@ class OasisBootstrapServer(CommonKVBootstrapServer):
         if row is None:
             tp = sorted({k[1] for k in self.peers})
             return web.Response(status=404, text=f"no prefill rank dp={key[0]} tp={key[1]}; registered tp ranks: {tp}")
-        return web.json_response(row)
+        return web.Response(body=msgspec.json.encode(row), content_type="application/json")
+
+
+def _is_this_host(address: str) -> bool:
+    """Whether an address that a connection came from is one of ours, whichever."""
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True

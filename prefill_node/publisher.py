@@ -23,7 +23,8 @@ import torch
 
 from prefill_node.pages import ArenaWriter, PageSource
 from transport import messages as m
-from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, OasisError, PeerLost, RoomFailed
+from transport import request_log
+from transport.errors import CapacityError, DeadlineExceeded, Draining, DuplicateRoom, OasisError, PeerLost, RoomFailed
 from transport.hashing import page_hashes
 from transport.records import HASH_BYTES
 from transport.worker_client import WorkerClient
@@ -38,6 +39,8 @@ RETRY_SECONDS = 0.02
 ANSWER_SECONDS = 0.002
 """How long an answer of the tier is waited for between two looks at what else there is to do."""
 REATTACH_SECONDS = 1.0
+MAX_LIVE = 4096
+"""Publications under way at most; each waits for room no longer than ``reserve_seconds``, and whoever comes then is refused at once."""
 
 
 @dataclass(eq=False)
@@ -54,6 +57,9 @@ class Publication:
     pages: int
     deadline: float
     wish: m.Wish | None = None
+    rid: str = ""
+    began: float = field(default_factory=time.monotonic)
+    opened_at: float = 0.0
     state: str = OPENING
     error: OasisError | None = None
     cancelled: bool = False
@@ -84,6 +90,7 @@ class Publisher:
         self.on_attach, self.export = on_attach, export
         self.totals: Counter[str] = Counter()  # all whole numbers but votes_seconds
         self.live: set[Publication] = set()
+        self.draining = False
         self._waiting: list[Publication] = []
         self._orphans: list[int] = []
         self._inbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -97,10 +104,11 @@ class Publisher:
 
     # -- scheduler thread ---------------------------------------------------------------------------------------
 
-    def publish(self, room: int, tokens: np.ndarray, seed: bytes | None, wish: m.Wish | None = None) -> Publication:
-        """Starts a publication: reserves its room and records. ``wish``: what the tier may fetch from a memory node before."""
+    def publish(self, room: int, tokens: np.ndarray, seed: bytes | None, wish: m.Wish | None = None, rid: str = "") -> Publication:
+        """Starts a publication: reserves its room and records. ``wish``: what the tier may fetch from a memory node before. ``rid`` names it
+        in the log."""
         pages = -(-len(tokens) // self.layout.block_tokens)
-        pub = Publication(room, tokens, seed, pages, time.monotonic() + self.reserve_seconds, wish)
+        pub = Publication(room, tokens, seed, pages, time.monotonic() + self.reserve_seconds, wish, rid)
         self._inbox.put((self._open, pub))
         return pub
 
@@ -123,6 +131,21 @@ class Publisher:
             pass
         if not again:
             self._inbox.put((self._abandon, pub, RoomFailed(reason, room=pub.room)))
+
+    def refuse_new(self) -> None:
+        """From now on ``publish`` makes publications that fail with ``Draining``; those under way go on. Any thread."""
+        self.draining = True
+
+    def drain(self, seconds: float) -> int:
+        """Takes nothing new and waits, ``seconds`` at most, until what was given up is told to the tier and commits under way are
+        acknowledged. Returns how many publications are left: the tier reclaims their records when the connection closes."""
+        self.refuse_new()
+        end, seen = time.monotonic() + seconds, threading.Event()
+        self._inbox.put((seen.set,))
+        seen.wait(seconds)
+        while self.live and time.monotonic() < end:
+            time.sleep(RETRY_SECONDS)
+        return len(self.live)
 
     def close(self) -> None:
         self._stop.set()
@@ -194,11 +217,22 @@ class Publisher:
     def _open(self, pub: Publication) -> None:
         if any(other.room == pub.room for other in self.live - {pub}):
             raise DuplicateRoom("the bootstrap room is in use on this prefill node", room=pub.room)
+        if pub not in self.live and (refusal := self._refusal(pub)):
+            self._abandon(pub, refusal)
+            return
         self.live.add(pub)
         hashes = b"" if pub.seed is None else page_hashes(pub.seed, pub.tokens, self.layout.block_tokens)
         private = pub.pages - len(hashes) // HASH_BYTES
         self.client.post(m.Open, lambda reply: self._guard(self._opened, pub, reply), room=pub.room, rank=self.rank, seed=pub.seed or b"",
                          hashes=hashes, private=private, wish=pub.wish if hashes else None)
+
+    def _refusal(self, pub: Publication) -> OasisError | None:
+        """Why this node takes no more; not raised, since it says nothing about the tier."""
+        if self.draining:
+            return Draining("the prefill node is going down and takes nothing new", room=pub.room, peer=self.hello["node"])
+        if len(self.live) >= MAX_LIVE:
+            return CapacityError("too many prompts wait on this prefill node", room=pub.room, limit=f"{MAX_LIVE} at a time", retryable=True)
+        return None
 
     def _opened(self, pub: Publication, opened: m.Opened | OasisError) -> None:
         if isinstance(opened, CapacityError) and opened.retryable:
@@ -215,7 +249,7 @@ class Publisher:
         pub.roots = m.unpack(opened.roots, "u8", count=pub.pages).copy()
         pub.fresh = np.frombuffer(opened.fresh, np.uint8).astype(bool)
         pub.pool_pages = np.full(pub.pages, -1, np.int64)
-        pub.state = OPEN
+        pub.state, pub.opened_at = OPEN, time.monotonic()
         self.totals["pages_reused"] += int((~pub.fresh).sum())
         deferred, pub.deferred = pub.deferred, []
         for work, *args in deferred:
@@ -276,6 +310,7 @@ class Publisher:
         pub.state = COMMITTED
         self.live.discard(pub)
         self.totals["rooms_committed"] += 1
+        self._log(pub)
 
     def _rank(self, pub: Publication, queries: torch.Tensor | None, scale: float) -> bytes:
         """The manifest's ``ranking``, from the keys of every page of the prompt, also of those that the tier already had."""
@@ -297,7 +332,7 @@ class Publisher:
         self._fail(pub, error)
         others = isinstance(error, DuplicateRoom) or any(other.room == pub.room for other in self.live)
         if not others:  # else the room is another request's
-            self.client.call(m.Abort, room=pub.room, rank=self.rank, reason=str(error))
+            self.client.call(m.Abort, room=pub.room, rank=self.rank, reason=str(error), retryable=error.retryable)
 
     def _fail(self, pub: Publication, error: OasisError) -> None:
         if pub.state in (COMMITTED, FAILED):
@@ -307,6 +342,14 @@ class Publisher:
         pub.error = error
         pub.state = FAILED
         self.totals["rooms_failed"] += 1
+        self._log(pub)
+
+    def _log(self, pub: Publication) -> None:
+        now = time.monotonic()
+        opened = pub.opened_at or now
+        request_log.end("prefill", rid=pub.rid, room=pub.room, rank=self.rank, prompt_tokens=len(pub.tokens), pages=pub.pages,
+                        pages_reused="" if pub.fresh is None else int((~pub.fresh).sum()), published_bytes=pub.copied_bytes, outcome=pub.state,
+                        failure=pub.error.code if pub.error else "", reserving=opened - pub.began, computing=now - opened, total=now - pub.began)
 
     # -- the tier came and went ---------------------------------------------------------------------------------
 

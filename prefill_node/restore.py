@@ -113,7 +113,7 @@ class Restorer:
         geometry.payload_offsets(records)  # are they all in the arena?
         payloads, _ = geometry.rows(self.client.arena.bytes)
         for part in runs(records, max(1, BATCH_BYTES // size)):
-            rows = payloads[records[part.start] : records[part.stop - 1] + 1, :size]
+            rows = payloads[records[part.start] : records[part.stop - 1] + 1, :size].copy()  # what is checked is what is used
             verify_records(rows, roots[part], records[part], self.layout, peer=self.client.peer, room=None)
             self._scatter(rows, pages[part])
 

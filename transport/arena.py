@@ -66,12 +66,18 @@ class Arena:
 
     @classmethod
     def attach(cls, fd: int, size: int) -> Arena:
-        """Takes ownership of ``fd``. Raises ``CapacityError`` if the memory behind it is smaller than ``size``."""
+        """Takes ownership of ``fd``. Raises ``CapacityError`` if the memory behind it is smaller than ``size`` or cannot be mapped."""
         actual = os.fstat(fd).st_size
-        if actual < size:
+        try:
+            if not 0 < size <= actual:
+                raise CapacityError("the arena is smaller than announced", limit=f"{actual} of {size} bytes")
+            return cls(fd, size)
+        except OSError as error:
             os.close(fd)
-            raise CapacityError("the arena is smaller than announced", limit=f"{actual} of {size} bytes")
-        return cls(fd, size)
+            raise CapacityError(f"the arena cannot be mapped: {error.strerror}", limit=f"{size} bytes") from error
+        except CapacityError:
+            os.close(fd)
+            raise
 
     def close(self) -> None:
         """Idempotent. Views handed out keep the mapping alive until they are dropped."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from transport import messages as m
 from transport.errors import ProtocolError
-from transport.integrity import index_rows, piece_digests, roots
+from transport.integrity import index_rows, piece_digests, roots, verify_blocks
 from transport.records import split_hashes
 from transport.tier import Tier
 
@@ -23,18 +23,21 @@ class Donations:
         self.tier, self.arena = tier, arena
 
     def take(self, session: object, request: m.Donate) -> m.Reply:
-        """Raises ``ProtocolError`` for what is not whole blocks, ``CapacityError`` when all records are in use."""
+        """Raises ``ProtocolError`` for what is not whole blocks, ``IntegrityError`` for bytes that are not those that were sent,
+        ``CapacityError`` when all records are in use: nothing is kept then."""
         tier, layout = self.tier, self.tier.layout
         hashes = split_hashes(request.hashes)
         n = len(hashes)
         sizes = (len(request.payloads), len(request.summaries))
-        if not n or len(set(hashes)) < n or request.depth < 0 or sizes != (n * layout.payload_bytes, n * layout.summary_total):
+        if not n or len(set(hashes)) < n or not 0 <= request.depth <= m.MAX_RECORDS or sizes != (n * layout.payload_bytes, n * layout.summary_total):
             raise ProtocolError("donated bytes that are not distinct whole blocks", limit=f"{layout.payload_bytes} and {layout.summary_total} bytes each")
+        checks = m.unpack(request.checks, "u8", count=n)
         new = np.flatnonzero(tier.table.find(hashes) < 0)
         if len(new):
-            records, _ = tier.table.reserve([hashes[i] for i in new.tolist()], 0)
             payloads, summaries = (np.frombuffer(raw, np.uint8).reshape(n, -1)[new] for raw in (request.payloads, request.summaries))
             digests = piece_digests(payloads, layout.pieces)
+            verify_blocks(digests, summaries, checks[new], peer=tier.sessions[session].node)
+            records, _ = tier.table.reserve([hashes[i] for i in new.tolist()], 0)
             payload_rows, indexes = tier.geometry.rows(self.arena)
             payload_rows[records, : layout.payload_bytes] = payloads
             indexes[records, : layout.index_bytes] = index_rows(digests, summaries, tier.table.generation[records], layout)

@@ -9,6 +9,8 @@
     `-- TransportError
         |-- DeadlineExceeded a wait of ours ended; the peer gave no error
         |-- PeerLost         the peer is gone
+        |   |-- AccessDenied its key or ours is refused
+        |   `-- Draining     it goes soon, and takes nothing new
         |-- StaleEpoch       the peer restarted since we met it
         |-- LayoutMismatch   the two sides describe KV differently; names the field
         |-- BoundsError      an address outside what was agreed
@@ -25,13 +27,16 @@ from __future__ import annotations
 class OasisError(Exception):
     """Base of all errors of this project.
 
-    ``room``: bootstrap room of the request; ``peer``: who it is about; ``limit``: the bound that was hit, as text.
+    ``room``: bootstrap room of the request; ``peer``: who it is about; ``limit``: the bound that was hit, as text; ``retryable``:
+    what it failed for passes, so the same request may succeed later or elsewhere.
     """
 
     retryable = False
 
-    def __init__(self, message: str, *, room: int | None = None, peer: str | None = None, limit: str | None = None):
+    def __init__(self, message: str, *, room: int | None = None, peer: str | None = None, limit: str | None = None, retryable: bool = False):
         self.message, self.room, self.peer, self.limit = message, room, peer, limit
+        if retryable:
+            self.retryable = True
         super().__init__(message)
 
     @property
@@ -48,9 +53,7 @@ class ConfigError(OasisError):
 
 
 class CapacityError(OasisError):
-    def __init__(self, message: str, *, retryable: bool = False, **about):
-        super().__init__(message, **about)
-        self.retryable = retryable
+    pass
 
 
 class DuplicateRoom(OasisError):
@@ -75,6 +78,16 @@ class DeadlineExceeded(TransportError):
 
 class PeerLost(TransportError):
     pass
+
+
+class AccessDenied(PeerLost):
+    pass
+
+
+class Draining(PeerLost):
+    """``limit`` says how long the peer lets what it holds end; whoever comes is better served elsewhere, or by its successor."""
+
+    retryable = True
 
 
 class StaleEpoch(TransportError):
@@ -113,7 +126,4 @@ _BY_CODE = _subclasses(OasisError)
 
 def from_wire(code: str, message: str, *, retryable: bool = False, **about) -> OasisError:
     """The error a peer reported. An unknown code becomes ``ProtocolError``: a newer peer must not crash us."""
-    cls = _BY_CODE.get(code, ProtocolError)
-    if cls is CapacityError:
-        return CapacityError(message, retryable=retryable, **about)
-    return cls(message, **about)
+    return _BY_CODE.get(code, ProtocolError)(message, retryable=retryable, **about)

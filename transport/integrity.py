@@ -31,6 +31,12 @@ def roots(digests: np.ndarray) -> np.ndarray:
     return _checksums(np.ascontiguousarray(digests).view(np.uint8))
 
 
+def block_checks(digests: np.ndarray, summaries: np.ndarray) -> np.ndarray:
+    """uint64 [n]: one checksum for all of a block that travels in a message, from its piece ``digests`` uint64 [n, pieces] and its
+    ``summaries`` uint8 [n, summary_total]: the XXH3-64 of these, seeded with the root of those."""
+    return _checksums(np.ascontiguousarray(summaries), roots(digests))
+
+
 def index_rows(digests: np.ndarray, summaries: np.ndarray | None, generations: np.ndarray, layout: KVLayout) -> np.ndarray:
     """uint8 [n, index_bytes] as the arena holds them, from ``digests`` [n, pieces] and ``summaries`` uint8 [n, summary_total]."""
     n, head = len(digests), layout.pieces * 8
@@ -68,7 +74,12 @@ def verify_pieces(pieces: np.ndarray, expected: np.ndarray, records: np.ndarray,
     _require("pieces", _checksums(pieces) == expected, records, peer, room)
 
 
-def _require(what: str, fine: np.ndarray, records: np.ndarray, peer: str, room: int) -> None:
+def verify_blocks(digests: np.ndarray, summaries: np.ndarray, expected: np.ndarray, *, peer: str) -> None:
+    """Blocks of a message, as above, against their checksums ``expected`` uint64 [n]. Raises ``IntegrityError``."""
+    _require("blocks", block_checks(digests, summaries) == expected, np.arange(len(expected)), peer, None)
+
+
+def _require(what: str, fine: np.ndarray, records: np.ndarray, peer: str, room: int | None) -> None:
     wrong = np.flatnonzero(~fine)
     if len(wrong):
         raise IntegrityError(f"{len(wrong)} of {len(fine)} {what} differ from what was published, first record {int(records[wrong[0]])}",

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 from transport.errors import ConfigError
+from transport.security import split_key
 
 log = logging.getLogger("oasis.nodes")
 
@@ -35,8 +36,9 @@ async def resolve(host: str, port: int) -> tuple[str, ...]:
 
 
 class MemoryNodes:
-    """``spec``: "tcp://host:port,..." or "dns://name:port". ``addresses`` are those known now: of a name, what ``refresh`` last
-    found. A name that cannot be resolved keeps what was known. Raises ``ConfigError`` when the spec is neither."""
+    """``spec``: "tcp://host:port,..." or "dns://name:port", each with its ``#KEY`` where nodes have keys: those behind one name share
+    theirs. ``addresses`` are those known now: of a name, what ``refresh`` last found. A name that cannot be resolved keeps what was
+    known. Raises ``ConfigError`` when the spec is neither, ``ProtocolError`` for a malformed key."""
 
     def __init__(self, spec: str, *, clock: Callable[[], float] = time.monotonic,
                  resolve: Callable[[str, int], Awaitable[tuple[str, ...]]] = resolve):
@@ -45,14 +47,20 @@ class MemoryNodes:
         self.name: tuple[str, int] | None = None
         parts = [part.strip() for part in spec.split(",") if part.strip()]
         if len(parts) == 1 and parts[0].startswith("dns://"):
-            self.name = _host_port(parts[0][6:], spec)
+            plain, key = split_key(parts[0][6:])
+            self.name, self._mark = _host_port(plain, spec), f"#{key}" if key else ""
             self.addresses: tuple[str, ...] = ()
             return
         if not parts or not all(part.startswith("tcp://") for part in parts) or len(set(parts)) < len(parts):
             raise ConfigError(f"--memory-nodes must be tcp://host:port, comma separated and each once, or one dns://name:port, not {spec!r}")
         for part in parts:
-            _host_port(part[6:], spec)
+            _host_port(split_key(part[6:])[0], spec)
         self.addresses = tuple(parts)
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """The addresses as the spec has them."""
+        return self.addresses if self.name is None else (f"tcp://{self.spec.strip()[6:]}",)
 
     def order(self, key: bytes) -> list[str]:
         """The nodes that are not marked down, best first. A node that comes or goes moves only the keys that it is best for."""
@@ -80,7 +88,7 @@ class MemoryNodes:
         if self.name is None:
             return
         try:
-            found = await self._resolve(*self.name)
+            found = tuple(address + self._mark for address in await self._resolve(*self.name))
         except OSError as error:
             log.warning("%s cannot be resolved, %d known memory nodes are kept: %s", self.spec, len(self.addresses), error)
             return

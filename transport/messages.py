@@ -20,7 +20,7 @@ from transport.dataplane import Endpoint
 from transport.errors import OasisError, ProtocolError, from_wire
 from transport.layout import ArenaGeometry, KVLayout
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_MESSAGE = 64 << 20
 """Bytes of one message at most: a manifest of a million tokens is about 1.5 MB."""
 MAX_READER_MESSAGE = 1 << 20
@@ -141,11 +141,13 @@ class Commit(Message):
 
 
 class Abort(Message):
-    """Gives the room up; no copy of it is in flight any more. Readers waiting for it get ``RoomFailed``."""
+    """Gives the room up; no copy of it is in flight any more. Readers waiting for it get ``RoomFailed``, ``retryable`` if this is:
+    there was no room for it now, and there may be later."""
 
     room: int
     rank: int
     reason: str
+    retryable: bool = False
 
 
 class Fill(Message):
@@ -208,7 +210,7 @@ class Moved(Message):
 
 
 class Renew(Message):
-    """Keeps leases alive. Replies ``Renewed`` with those that are gone."""
+    """Keeps leases alive. Replies ``Renewed`` with those that are gone; ``ProtocolError`` when one is another session's."""
 
     epoch: str
     leases: bytes
@@ -219,7 +221,7 @@ class Renewed(Message):
 
 
 class Release(Message):
-    """Ends leases. Idempotent: an unknown lease is no error."""
+    """Ends leases. Idempotent: an unknown lease is no error. One of another session is: ``ProtocolError``, and none has ended."""
 
     epoch: str
     leases: bytes
@@ -255,13 +257,15 @@ class Held(Message):
 
 class Donate(Message):
     """Whole blocks that the reader has computed: ``hashes`` as in ``Open``, of consecutive pages after the first ``depth`` of their
-    chain; ``payloads`` and ``summaries`` as in records. Replies ``Ok``; errors ``CapacityError`` when there is no room."""
+    chain; ``payloads`` and ``summaries`` as in records; ``checks`` u64 per block, of both (``integrity.block_checks``). Replies
+    ``Ok``; errors ``CapacityError`` when there is no room, ``IntegrityError`` when they are not what was sent."""
 
     epoch: str
     depth: int
     hashes: bytes
     payloads: bytes
     summaries: bytes
+    checks: bytes
 
 
 NOWHERE = (1 << 32) - 1

@@ -37,6 +37,7 @@ _TOTALS = {
     "bytes_filled": "Bytes read from other tiers' arenas for them: the first of the two hops of a prompt.",
     "fills_failed": "Attempts to fill a room that failed.",
     "mover_restarts": "Processes that move records started again after one ended.",
+    "records_zeroed": "Freed records whose bytes were zeroed (zero_freed).",
     "refused": "Requests answered with an error.",
     "internal_errors": "Faults of ours caught while a request was handled.",
     "data_plane_restarts": "Data plane processes started again after one ended.",

@@ -22,6 +22,7 @@ from transport.messages import LENGTH
 from transport.mover_child import frames
 from transport.moving import Drop, Ended, Move, Order, window_bytes
 from transport.planes.host import MAX_PAUSE_SECONDS, MIN_PAUSE_SECONDS, STABLE_SECONDS, child_environment
+from transport.security import Security
 
 log = logging.getLogger("oasis.mover")
 
@@ -33,8 +34,8 @@ class Mover:
     ``size`` bytes, stays the caller's. ``restarts`` counts the children after the first.
     """
 
-    def __init__(self, fd: int, size: int, node: str, ended: Callable[[Ended], None]):
-        self.fd, self.size, self.node = fd, size, node
+    def __init__(self, fd: int, size: int, node: str, ended: Callable[[Ended], None], security: Security | None = None):
+        self.fd, self.size, self.node, self.security = fd, size, node, security or Security()
         self.restarts = 0
         self._ended = ended
         self._orders: asyncio.Queue[Order] = asyncio.Queue()
@@ -81,7 +82,8 @@ class Mover:
         try:
             # Standard output joins standard error: NIXL prints there, and the tier's own may be read by a program.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "transport.mover_child", self.node, *map(str, (self.fd, self.size, theirs.fileno(), self._window))],
+                [sys.executable, "-P", "-m", "transport.mover_child", self.node, *map(str, (self.fd, self.size, theirs.fileno(), self._window)),
+                 *self.security.files, "plaintext" if self.security.allow_plaintext else ""],
                 stdin=subprocess.DEVNULL, stdout=2, pass_fds=(self.fd, theirs.fileno()), env=child_environment())
         except OSError as error:
             ours.close()

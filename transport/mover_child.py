@@ -1,6 +1,6 @@
 """The process that moves records for ``mover.Mover``; nobody else starts it.
 
-    python -P -m transport.mover_child NODE ARENA_FD SIZE SOCKET_FD WINDOW_BYTES
+    python -P -m transport.mover_child NODE ARENA_FD SIZE SOCKET_FD WINDOW_BYTES KEYS ALLOWED plaintext
 
 Like a data plane's process it maps the arena and holds nothing else that is worth reading, since a peer on TCP may reach the
 memory of whoever owns a NIXL agent, reading ones included. Orders come and ends go over the socket, framed as on the tier's own;
@@ -25,6 +25,7 @@ from transport.messages import LENGTH, MAX_MESSAGE
 from transport.moving import WINDOWS, Ended, Moves, Order
 from transport.planes import incarnation, make_plane
 from transport.planes.child import confine
+from transport.security import Security
 from transport.staging import Staging
 
 POLL_SECONDS = 0.0005
@@ -32,7 +33,7 @@ POLL_SECONDS = 0.0005
 IDLE_POLL_SECONDS = 60.0
 
 
-def main(node: str, arena_fd: str, size: str, socket_fd: str, window: str) -> None:
+def main(node: str, arena_fd: str, size: str, socket_fd: str, window: str, keys: str, allowed: str, plaintext: str) -> None:
     confine()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     arena = np.frombuffer(mmap.mmap(int(arena_fd), int(size)), dtype=np.uint8)
@@ -44,7 +45,8 @@ def main(node: str, arena_fd: str, size: str, socket_fd: str, window: str) -> No
         raw = msgspec.msgpack.encode(ended)
         link.sendall(LENGTH.pack(len(raw)) + raw)
 
-    moves = Moves(arena, staging, lambda kind: make_plane(kind, incarnation(f"{node}/mover"), staging.region), send)
+    security = Security.load(keys, allowed, bool(plaintext))
+    moves = Moves(arena, staging, lambda kind: make_plane(kind, incarnation(f"{node}/mover"), staging.region, security=security), send)
     orders, buffer = msgspec.msgpack.Decoder(Order), bytearray()
     while True:
         readable, _, _ = select.select([link], [], [], POLL_SECONDS if moves.busy else IDLE_POLL_SECONDS)

@@ -167,6 +167,7 @@ class Moves:
             raise ProtocolError("records larger than a window of this mover", limit=f"{self.staging.window_bytes} bytes")
         sources, targets = (m.unpack(raw, "u4", count=n).astype(np.int64) for raw in (order.sources, order.targets))
         more = (m.unpack(raw, "u8", count=n) for raw in (order.source_generations, order.target_generations, order.roots))
+        order.geometry.require_sound(order.layout, endpoint.size, peer=endpoint.name)
         if endpoint.kind not in self._planes:
             self._planes[endpoint.kind] = self._make_plane(endpoint.kind)
         plane = self._planes[endpoint.kind]

@@ -12,6 +12,7 @@ grows whenever a record is freed, so a stale reader can tell.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,17 +37,21 @@ class RecordTable:
 
     Arrays [n]: ``state`` uint8, ``holders`` int32 (rooms and leases that pin the record), ``generation`` uint64,
     ``root`` uint64 (checksum of a sealed record), ``used`` uint64 (logical time of last use), ``depth`` int64 (pages before it
-    in its chain).
+    in its chain), ``stale`` bool (free, and still holding an earlier owner's bytes).
+
+    ``wipe(records int64 [k])`` zeroes what records hold: no record is given out before it was called for the bytes of its earlier
+    owner. None: freed bytes stay until they are written over.
     """
 
-    def __init__(self, n: int):
-        self.size = n
+    def __init__(self, n: int, wipe: Callable[[np.ndarray], None] | None = None):
+        self.size, self.wipe = n, wipe
         self.state = np.zeros(n, np.uint8)
         self.holders = np.zeros(n, np.int32)
         self.generation = np.ones(n, np.uint64)
         self.root = np.zeros(n, np.uint64)
         self.used = np.zeros(n, np.uint64)
         self.depth = np.zeros(n, np.int64)
+        self.stale = np.zeros(n, bool)
         self.evicted = 0
         self._hash_of: dict[int, bytes] = {}
         self._by_hash: dict[bytes, int] = {}
@@ -101,9 +106,26 @@ class RecordTable:
             self.evicted += len(victims)
             free = np.flatnonzero(self.state == FREE)
         taken = free[:n]
+        self._clean(taken[self.stale[taken]])
         self.state[taken] = WRITING
         self.holders[taken] = 1
         return taken
+
+    def clean(self, most: int) -> int:
+        """Wipes at most ``most`` of the stale records, so that whoever takes them need not wait for it. How many."""
+        stale = np.flatnonzero(self.stale)[:most]
+        self._clean(stale)
+        return len(stale)
+
+    def _clean(self, records: np.ndarray) -> None:
+        if len(records):
+            self.wipe(records)
+            self.stale[records] = False
+
+    def forget(self) -> None:
+        """Frees and wipes all that nobody holds: what was cached is found no more."""
+        self._free(np.flatnonzero(self.state == SEALED))
+        self.clean(self.size)
 
     def hold(self, records: np.ndarray) -> None:
         """One holder more each, of sealed records."""
@@ -148,6 +170,7 @@ class RecordTable:
         self.state[records] = FREE
         self.holders[records] = 0
         self.generation[records] += np.uint64(1)
+        self.stale[records] = self.wipe is not None
         for record in records.tolist():
             digest = self._hash_of.pop(record, None)
             if digest is not None:

@@ -45,8 +45,9 @@ class Room:
 
 @dataclass
 class Lease:
-    """``key``: of the room it came from; None: pages held by hash."""
+    """``session``: whose it is, who alone renews and ends it. ``key``: of the room it came from; None: pages held by hash."""
 
+    session: object
     key: Key | None
     records: np.ndarray
     expires: float

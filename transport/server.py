@@ -30,7 +30,8 @@ from transport import messages as m
 from transport.arena import Arena
 from transport.dataplane import DataServer
 from transport.donation import Donations, refuse
-from transport.errors import ConfigError, ProtocolError
+from transport.drain import Drain
+from transport.errors import AccessDenied, ConfigError, OasisError, ProtocolError
 from transport.fill import MemoryTier
 from transport.memory_nodes import MemoryNodes
 from transport.metrics import TierCollector
@@ -40,6 +41,7 @@ from transport.planes import make_server
 from transport.planes.host import HostedServer
 from transport.relay import RelayTier
 from transport.rooms import TierLimits
+from transport.security import Security, is_loopback
 from transport.status import serve_http
 from transport.tier import Tier
 from transport.upstream import Links
@@ -47,14 +49,18 @@ from transport.worker_sockets import WorkerSockets, listen
 
 log = logging.getLogger("oasis.tier")
 
+LAST_WORDS_MS = 200
+"""For what readers are told at the end to leave."""
+
 
 @dataclass
 class TierOptions:
     """``local``: path of the unix socket. ``listen``/``http``: host:port, port 0 = any free one (it is advertised).
     ``advertise``: the host that readers are told (default: the one listened on). ``planes``: data planes to serve,
     preferred first. ``memory_nodes``: where what is committed here is moved to (see ``MemoryNodes``); empty: nowhere.
-    ``accept_generated``: decode nodes may donate what they generate. ``allow_plaintext``: serve other hosts although nothing is
-    encrypted or authenticated yet."""
+    ``accept_generated``: decode nodes may donate what they generate. ``keys``, ``allowed``: this node's secret key file, and the folder of
+    the public keys of those that may connect and be connected to (see ``Security``); without them other hosts are served only with
+    ``allow_plaintext``. ``drain_seconds``: how long what is held may take to end after a SIGTERM; 0: no time."""
 
     local: str
     listen: str = "127.0.0.1:0"
@@ -65,7 +71,10 @@ class TierOptions:
     accept_generated: bool = False
     advertise: str = ""
     node: str = ""
+    keys: str = ""
+    allowed: str = ""
     allow_plaintext: bool = False
+    drain_seconds: float = 30.0
     limits: TierLimits = field(default_factory=TierLimits)
 
 
@@ -77,15 +86,13 @@ def split_address(address: str, option: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 class TierServer:
     """Owns the arena, the data servers and every socket; ``run`` serves until stopped and then closes them all."""
 
     def __init__(self, options: TierOptions):
         self.options = options
+        if not 0 <= options.drain_seconds < float("inf"):
+            raise ConfigError(f"--drain-seconds must not be negative, not {options.drain_seconds}")
         self.epoch = uuid.uuid4().hex
         self.node = options.node or socket.gethostname()
         self.host, self.port = split_address(options.listen, "--listen")
@@ -96,14 +103,21 @@ class TierServer:
                 raise ConfigError(f"--{name.replace('_', '-')} must be positive, not {seconds}")
         if not options.planes:
             raise ConfigError("--data-plane needs at least one of nixl, zmq")
-        if not (is_loopback(self.host) or options.allow_plaintext):
-            raise ConfigError(f"--listen {self.host} serves other hosts without encryption or authentication; "
-                              "on a trusted network add --allow-plaintext")
+        self.security = Security.load(options.keys, options.allowed, options.allow_plaintext)
+        if self.security.keys is None and not (is_loopback(self.host) or options.allow_plaintext):
+            raise ConfigError(f"--listen {self.host} serves other hosts without encryption or authentication: give it --keys and --allowed "
+                              "(`oasis keys`), or on a trusted network --allow-plaintext")
         if self.host in ("0.0.0.0", "::") and not options.advertise:
             raise ConfigError("--listen on every interface needs --advertise HOST: readers must be told one address")
         self.nodes = MemoryNodes(options.memory_nodes) if options.memory_nodes else None
+        for address in self.nodes.named if self.nodes else ():
+            try:
+                self.security.require(address, f"memory node {address}")
+            except OasisError as error:
+                raise ConfigError(f"--memory-nodes: {error}") from error
         self.ready = asyncio.Event()
         self.stopping = asyncio.Event()
+        self.drain: Drain | None = None
         self._tasks: set[asyncio.Task] = set()
 
     async def run(self) -> None:
@@ -113,10 +127,13 @@ class TierServer:
         context = zmq.asyncio.Context()
         self.router = context.socket(zmq.ROUTER)
         self.links: Links | None = None
-        self.mover = Mover(self.arena.fd, self.arena.size, self.node, self._ended)
+        # Whoever reads over NIXL can be read by its peers: a process that may do so gets no keys.
+        exposed = self.security.keys is not None and "nixl" in options.planes
+        self.mover = Mover(self.arena.fd, self.arena.size, self.node, self._ended, Security() if exposed else self.security)
         self.workers: WorkerSockets | None = None
-        local = runner = None
+        local = runner = guard = None
         try:
+            guard = self.security.guard(context)
             for kind in options.planes:
                 self.servers.append(self._serve(kind))
             self.control = self._bind()
@@ -128,8 +145,8 @@ class TierServer:
             registry.register(TierCollector(self.tier, self.arena))
             runner, self.http_port = await serve_http(self.http_host, self.http_port, registry=registry, missing=self._missing, state=self._state)
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self.stopping.set)
+            loop.add_signal_handler(signal.SIGTERM, self.stop)
+            loop.add_signal_handler(signal.SIGINT, self.stopping.set)
             work = [self.workers.accept(local), self._remote(), self._clock(), self.mover.run()]
             if self.nodes is not None:
                 await self.nodes.refresh()
@@ -140,7 +157,12 @@ class TierServer:
             log.info("tier %s ready: %s", self.epoch[:8], json.dumps(
                 {"local": options.local, "control": self.control, "http": f"{self.http_host}:{self.http_port}", "arena_bytes": options.arena_bytes,
                  "planes": list(options.planes), "memory_nodes": list(self.nodes.addresses) if self.nodes else []}))
+            if self.security.allow_plaintext:
+                log.warning("other hosts are served, and talked to, without encryption or authentication (--allow-plaintext)")
             await self.stopping.wait()
+            if self.drain is not None:
+                self.drain.end()
+                self._flush()
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -155,11 +177,26 @@ class TierServer:
                 local.close()
                 with suppress(FileNotFoundError):
                     os.unlink(options.local)
-            self.router.close(linger=0)
+            self.router.close(linger=LAST_WORDS_MS)
+            if guard is not None:
+                guard.stop()
             context.term()
             for server in self.servers:
                 server.close()
             log.info("tier %s stopped", self.epoch[:8])
+
+    def stop(self) -> None:
+        """What SIGTERM does: takes nothing new and ends when nothing is held any more, ``drain_seconds`` later at the latest. The second
+        one ends at once. On the loop."""
+        if self.drain is not None:
+            self.stopping.set()
+            return
+        self.drain = Drain(self.tier, self.options.drain_seconds)
+        self._spawn(self._drained())
+
+    async def _drained(self) -> None:
+        await self.drain.run()
+        self.stopping.set()
 
     @property
     def connections(self) -> dict:
@@ -175,7 +212,7 @@ class TierServer:
         def hello() -> dict:
             return dict(node=self.node, rank=0, layout=tier.layout, fingerprint=tier.fingerprint, control=self.control)
 
-        self.links = Links(context, hello, lost=lambda address, error: tier.node_lost(address, error), settled=self._flush)
+        self.links = Links(context, hello, lost=lambda address, error: tier.node_lost(address, error), settled=self._flush, security=self.security)
         tier = RelayTier(nodes=self.nodes, upstream=self.links, **about)
         return tier
 
@@ -183,7 +220,7 @@ class TierServer:
 
     def _serve(self, kind: str) -> DataServer:
         if kind != "nixl":
-            return make_server(kind, f"{self.node}:{self.epoch}", self.arena.bytes, host=self.advertise)
+            return make_server(kind, f"{self.node}:{self.epoch}", self.arena.bytes, host=self.advertise, security=self.security)
         loop = asyncio.get_running_loop()
 
         def changed() -> None:  # on the server's thread
@@ -205,17 +242,19 @@ class TierServer:
         self.router.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.router.setsockopt(zmq.MAXMSGSIZE, m.MAX_READER_MESSAGE if self.nodes is not None else m.MAX_MESSAGE)
         self.router.setsockopt(zmq.HEARTBEAT_IVL, 5000)
+        self.security.serve(self.router)
         try:
             self.router.bind(f"tcp://{self.host}:{self.port or '*'}")
         except zmq.ZMQError as error:
             raise ConfigError(f"--listen {self.host}:{self.port}: {error.strerror}") from error
         port = self.router.getsockopt(zmq.LAST_ENDPOINT).decode().rpartition(":")[2]
-        return f"tcp://{self.advertise}:{port}"
+        return self.security.told(f"tcp://{self.advertise}:{port}")
 
     async def _remote(self) -> None:
         """Readers and other tiers."""
         while True:
-            identity, *frames = await self.router.recv_multipart()
+            head, *rest = await self.router.recv_multipart(copy=False)
+            identity, frames = head.bytes, [frame.bytes for frame in rest]
             if len(frames) != 1:
                 continue
             seq = 0
@@ -228,7 +267,11 @@ class TierServer:
                 seq = request.seq
                 if isinstance(request, m.Commit if is_tier else (m.Open, m.Commit, m.Fill, m.Abort)) or getattr(request, "role", "") == "worker":
                     raise ProtocolError("only a local worker may publish", peer="reader")
-            except ProtocolError as error:
+                if not self.security.hears(head):
+                    raise AccessDenied("your key is not on the allow list any more", peer=self.node)
+                if isinstance(request, m.Hello) and request.role == "tier" and not self.security.sent_by(head, request.control):
+                    raise AccessDenied("this is another tier's address", peer=self.node, limit=request.control)
+            except (ProtocolError, AccessDenied) as error:
                 self.tier.totals["refused"] += 1
                 self._answer(identity, m.failure(error, seq))
                 continue
@@ -270,6 +313,8 @@ class TierServer:
     def _missing(self) -> str:
         if not self.ready.is_set():
             return "starting"
+        if self.drain is not None:
+            return "draining"
         served = [e.kind for e in self.tier.endpoints]
         if down := [kind for kind in self.options.planes if kind not in served]:
             return f"data plane {', '.join(down)} is being restarted"
@@ -281,7 +326,7 @@ class TierServer:
         nodes = [{"address": a, "control": self.links.control(a), "connected": self.links.connected(a), "down": self.nodes.is_down(a)}
                  for a in (self.nodes.addresses if self.nodes else ())]
         geometry = self.tier.geometry
-        return {"epoch": self.epoch, "control": self.control, "node": self.node, "memory_nodes": nodes,
+        return {"epoch": self.epoch, "draining": self.drain is not None, "control": self.control, "node": self.node, "memory_nodes": nodes,
                 "inventory": self.tier.inventory(), "record_bytes": geometry.payload_stride + geometry.index_stride if geometry else 0,
                 "totals": dict(self.tier.totals)}
 
@@ -298,5 +343,5 @@ class TierServer:
 
 
 def serve(options: TierOptions) -> None:
-    """Runs a tier until SIGTERM or SIGINT. Raises ``ConfigError`` or ``CapacityError`` at start."""
+    """Runs a tier until SIGTERM (see ``TierServer.stop``) or SIGINT (at once). Raises ``ConfigError`` or ``CapacityError`` at start."""
     asyncio.run(TierServer(options).run())

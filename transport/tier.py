@@ -21,33 +21,25 @@ import numpy as np
 
 from transport import messages as m
 from transport.dataplane import Endpoint
-from transport.errors import (
-    CapacityError,
-    DeadlineExceeded,
-    DuplicateRoom,
-    LayoutMismatch,
-    OasisError,
-    ProtocolError,
-    RoomFailed,
-    StaleEpoch,
-)
+from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, LayoutMismatch, OasisError, ProtocolError, RoomFailed, StaleEpoch
 from transport.layout import ArenaGeometry, KVLayout
 from transport.records import HASH_BYTES, RecordTable, split_hashes
 from transport.rooms import Key, Lease, Room, Session, TierLimits, Waiter
+from transport.wiping import Wiper
 
 log = logging.getLogger("oasis.tier")
 
 MAX_WAIT_SECONDS = 3600.0
-MAX_CANCELLED = 100_000
-"""Rooms remembered as unwanted before they were opened."""
+MAX_REMEMBERED = 100_000
+"""Rooms remembered as unwanted before they were opened, and as many as failed before they were asked for."""
 
 
 class Tier:
     """One arena, its records, and everyone's claims on them. Not thread safe: owned by one event loop.
 
     ``inventory()`` is what a baseline check reads: it scans, it does not count. ``endpoints`` may be replaced at any
-    time, as data planes go and come back; ``planes`` are the kinds that should be among them. What is kept for a prefill
-    node elsewhere is ``MemoryTier``'s, what this one keeps elsewhere ``RelayTier``'s.
+    time, as data planes go and come back; ``planes`` are the kinds that should be among them. A ``wiper``, set before the first
+    Hello, zeroes what is freed. What is kept for a prefill node elsewhere is ``MemoryTier``'s, what this one keeps elsewhere ``RelayTier``'s.
     """
 
     roles = ("worker", "reader")
@@ -62,12 +54,13 @@ class Tier:
         self.fingerprint = ""
         self.geometry: ArenaGeometry | None = None
         self.table = RecordTable(0)
+        self.wiper: Wiper | None = None
         self.sessions: dict[object, Session] = {}
         self.rooms: dict[Key, Room] = {}
         self.leases: dict[int, Lease] = {}
         self.leased_keys: dict[Key, int] = {}
         self.waiters: dict[Key, Waiter] = {}
-        self.failed: dict[Key, tuple[str, float]] = {}
+        self.failed: dict[Key, tuple[RoomFailed, float]] = {}
         self.cancelled: dict[Key, float] = {}
         self.outbox: list[tuple[object, m.Reply]] = []
         self.totals: Counter[str] = Counter()
@@ -133,7 +126,8 @@ class Tier:
         self.failed = {k: v for k, v in self.failed.items() if now < v[1]}
         self.cancelled = {k: t for k, t in self.cancelled.items() if now < t}
         dues = [w.deadline for w in self.waiters.values()] + [x.expires + self.limits.grace_seconds for x in self.leases.values()]
-        return max(0.01, min([1.0] + [d - now for d in dues]))
+        more = self.wiper.step() if self.wiper is not None else 1.0
+        return max(0.01, min([1.0, more] + [d - now for d in dues]))
 
     def inventory(self) -> dict[str, int]:
         """Everything held now, by scanning tables: records per state, rooms, leases, waiters, sessions."""
@@ -172,7 +166,7 @@ class Tier:
             return  # _hello then names the field that differs
         geometry = ArenaGeometry.fit(hello.layout, self.arena_size)
         self.layout, self.fingerprint, self.geometry = hello.layout, hello.fingerprint, geometry
-        self.table = RecordTable(geometry.num_records)
+        self.table = RecordTable(geometry.num_records) if self.wiper is None else self.wiper.make_table(geometry)
 
     def _in_use(self) -> bool:
         return any(s.role != "reader" for s in self.sessions.values()) or bool(self.rooms or self.leases)
@@ -255,14 +249,14 @@ class Tier:
         if room.cancelled:
             self._drop(room)
         elif waiter is not None:
-            self.outbox.append((waiter.session, self._claim(room, waiter.seq)))
+            self.outbox.append((waiter.session, self._claim(waiter.session, room, waiter.seq)))
 
     def _abort(self, session, request: m.Abort) -> m.Reply:
         room = self.rooms.get((request.room, request.rank))
         if room is not None and room.session == session and room.manifest is None:
-            self._fail(room, request.reason)
+            self._fail(room, request.reason, request.retryable)
         elif room is None:
-            self._remember_failure((request.room, request.rank), request.reason)
+            self._remember_failure((request.room, request.rank), request.reason, request.retryable)
         return m.Ok(seq=request.seq)
 
     def _own_room(self, session, request) -> Room:
@@ -279,23 +273,31 @@ class Tier:
             raise DuplicateRoom("another reader holds or awaits this bootstrap room", room=request.room)
         room = self.rooms.get(key)
         if room is not None and room.manifest is not None:
-            return self._claim(room, request.seq)
+            return self._claim(session, room, request.seq)
         if room is None and key in self.failed:
-            raise RoomFailed(self.failed[key][0], room=request.room)
+            error, _ = self.failed[key]
+            raise RoomFailed(error.message, room=request.room, retryable=error.retryable)
         if key in self.cancelled or (room is not None and room.cancelled):
             raise RoomFailed("a reader cancelled the room", room=request.room)
         seconds = request.seconds if request.seconds > 0 else 0.0  # not max(): it would let NaN through
         self.waiters[key] = Waiter(session, request.seq, self.clock() + min(seconds, MAX_WAIT_SECONDS))
         return None
 
-    def _lease(self, key: Key | None, records: np.ndarray) -> int:
-        number = secrets.randbits(63) | 1  # a reader can end or renew only what it was handed
-        self.leases[number] = Lease(key, records, self.clock() + self.limits.lease_seconds)
+    def _lease(self, session, key: Key | None, records: np.ndarray) -> int:
+        number = secrets.randbits(63) | 1  # not to be guessed, although only its session may use it
+        self.leases[number] = Lease(session, key, records, self.clock() + self.limits.lease_seconds)
         return number
 
-    def _claim(self, room: Room, seq: int) -> m.Manifest:
-        """The room becomes a lease: its holds on the records pass over unchanged."""
-        number = self.leased_keys[room.key] = self._lease(room.key, room.records)
+    def _own_leases(self, session, request: m.Renew | m.Release) -> list[int]:
+        """Those it names, also ones that are gone. Raises ``ProtocolError`` when one is another session's: then nothing is done."""
+        numbers = m.unpack(request.leases, "u8").tolist()
+        if any(self.leases[number].session != session for number in numbers if number in self.leases):
+            raise ProtocolError("a lease of another session", peer=self.sessions[session].node)
+        return numbers
+
+    def _claim(self, session, room: Room, seq: int) -> m.Manifest:
+        """The room becomes a lease of ``session``: its holds on the records pass over unchanged."""
+        number = self.leased_keys[room.key] = self._lease(session, room.key, room.records)
         self._forget(room)
         self.totals["rooms_claimed"] += 1
         manifest = room.manifest
@@ -311,7 +313,7 @@ class Tier:
         lease = 0
         if request.hold and len(here):
             self.table.hold(here)
-            lease = self._lease(None, here)
+            lease = self._lease(session, None, here)
         return m.Held(seq=request.seq, records=m.pack(np.where(records < 0, m.NOWHERE, records), "u4"),
                       generations=m.pack(np.where(records < 0, 0, self.table.generation[records]), "u8"),
                       roots=m.pack(np.where(records < 0, 0, self.table.root[records]), "u8"), lease=lease,
@@ -319,7 +321,7 @@ class Tier:
 
     def _renew(self, session, request: m.Renew) -> m.Reply:
         now, gone = self.clock(), []
-        for number in m.unpack(request.leases, "u8").tolist():
+        for number in self._own_leases(session, request):
             lease = self.leases.get(number)
             if lease is None or now >= lease.expires:
                 gone.append(number)
@@ -328,7 +330,7 @@ class Tier:
         return m.Renewed(seq=request.seq, gone=m.pack(gone, "u8"))
 
     def _release(self, session, request: m.Release) -> m.Reply:
-        for number in m.unpack(request.leases, "u8").tolist():
+        for number in self._own_leases(session, request):
             if number in self.leases:
                 self._end_lease(number)
                 self.totals["leases_released"] += 1
@@ -347,7 +349,7 @@ class Tier:
         if room is None:
             if key not in self.leased_keys and key not in self.failed:
                 self.cancelled[key] = self.clock() + self.limits.room_seconds
-                if len(self.cancelled) > MAX_CANCELLED:
+                if len(self.cancelled) > MAX_REMEMBERED:
                     del self.cancelled[next(iter(self.cancelled))]
         elif room.manifest is not None:
             self._drop(room)
@@ -363,17 +365,19 @@ class Tier:
         if room.manifest is None:
             self._fail(room, reason)
 
-    def _fail(self, room: Room, reason: str) -> None:
+    def _fail(self, room: Room, reason: str, retryable: bool = False) -> None:
         self._drop(room)
         self.totals["rooms_failed"] += 1
-        self._remember_failure(room.key, reason)
+        self._remember_failure(room.key, reason, retryable)
 
-    def _remember_failure(self, key: Key, reason: str) -> None:
-        waiter = self.waiters.pop(key, None)
+    def _remember_failure(self, key: Key, reason: str, retryable: bool = False) -> None:
+        waiter, error = self.waiters.pop(key, None), RoomFailed(reason, room=key[0], retryable=retryable)
         if waiter is not None:
-            self.outbox.append((waiter.session, m.failure(RoomFailed(reason, room=key[0]), waiter.seq)))
+            self.outbox.append((waiter.session, m.failure(error, waiter.seq)))
         else:
-            self.failed[key] = (reason, self.clock() + self.limits.room_seconds)
+            self.failed[key] = (error, self.clock() + self.limits.room_seconds)
+            if len(self.failed) > MAX_REMEMBERED:
+                del self.failed[next(iter(self.failed))]
 
     def _drop(self, room: Room) -> None:
         self._forget(room)

@@ -16,9 +16,11 @@ from collections.abc import Callable
 
 import zmq
 import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
 
 from transport import messages as m
-from transport.errors import DeadlineExceeded, OasisError, PeerLost, ProtocolError, StaleEpoch
+from transport.errors import AccessDenied, DeadlineExceeded, OasisError, PeerLost, ProtocolError, StaleEpoch
+from transport.security import BROKEN_OFF, REFUSED, Security, refusal, split_key
 
 log = logging.getLogger("oasis.upstream")
 
@@ -28,7 +30,7 @@ PING_SECONDS = 2.0
 """Or three times per lease, if that is more often."""
 SILENCE_SECONDS = 10.0
 """Without an answer to that, a node is taken for dead."""
-_BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+_BROKEN = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSED | BROKEN_OFF
 
 
 class Links:
@@ -36,8 +38,9 @@ class Links:
     before what was asked over a connection fails, ``settled()`` after callbacks have run. Not thread safe; ``run`` is its task."""
 
     def __init__(self, context: zmq.asyncio.Context, hello: Callable[[], dict], *, lost: Callable[[str, OasisError], None],
-                 settled: Callable[[], None]):
+                 settled: Callable[[], None], security: Security | None = None):
         self.context, self.hello, self.lost, self.settled = context, hello, lost, settled
+        self.security = security or Security()
         self._links: dict[str, _Link] = {}
 
     def ask(self, address: str, make: type, fields: dict, done: Done, seconds: float) -> None:
@@ -98,7 +101,7 @@ class Links:
 
 class _Link:
     def __init__(self, links: Links, address: str):
-        self.links, self.address, self.peer = links, address, f"memory node {address}"
+        self.links, self.address, self.peer = links, address, f"memory node {split_key(address)[0]}"
         self.welcome: m.Welcome | None = None
         self._seq = itertools.count(1)
         self._pending: dict[int, tuple[Done, float]] = {}
@@ -114,10 +117,13 @@ class _Link:
         self._monitor = self.socket.get_monitor_socket(_BROKEN)
         self._tasks: list[asyncio.Task] = []
         try:
-            self.socket.connect(address)
+            self.socket.connect(links.security.dial(self.socket, address, self.peer))
         except zmq.ZMQError as error:
             self.close()
             raise PeerLost(f"its address cannot be used: {error.strerror}", peer=self.peer) from error
+        except OasisError:
+            self.close()
+            raise
         self._tasks = [asyncio.get_running_loop().create_task(work) for work in (self._receive(), self._watch())]
         self.introduce()
 
@@ -134,6 +140,8 @@ class _Link:
     def tick(self, now: float) -> None:
         if any(now >= deadline for _, deadline in self._pending.values()):
             self.end(DeadlineExceeded("the memory node does not answer", peer=self.peer))
+        elif not self.links.security.trusts(self.address):
+            self.end(AccessDenied("its key is not on this node's allow list any more", peer=self.peer))
         elif now >= self._ping_at:
             self._ping_at = now + min(PING_SECONDS, self.welcome.lease_seconds / 3)
             # Unlike a Ping it is refused where we are not, or no longer, known.
@@ -185,7 +193,9 @@ class _Link:
             self._send(make, fields, done, deadline)
 
     async def _watch(self) -> None:
-        await self._monitor.recv_multipart()
+        event = parse_monitor_message(await self._monitor.recv_multipart())["event"]
+        if event & (REFUSED | BROKEN_OFF):
+            self.end(AccessDenied(refusal(event), peer=self.peer))
         self.end(PeerLost("cannot connect" if self.welcome is None else "connection lost", peer=self.peer))
 
     async def _receive(self) -> None:

@@ -8,6 +8,7 @@ records are reclaimed.
 from __future__ import annotations
 
 import itertools
+import os
 import select
 import socket
 import time
@@ -56,9 +57,14 @@ class WorkerClient:
         hello = m.Hello(seq=next(self._seq), protocol=m.PROTOCOL, role="worker", node=node, rank=rank, layout=layout, fingerprint=fingerprint)
         self._send(hello)
         fds: list[int] = []
-        welcome = m.raise_failure(self._receive(hello.seq, fds), peer=self.peer)
-        if not isinstance(welcome, m.Welcome) or len(fds) != 1:
-            raise ProtocolError("the tier handed out no arena", peer=self.peer)
+        try:
+            welcome = m.raise_failure(self._receive(hello.seq, fds), peer=self.peer)
+            if not isinstance(welcome, m.Welcome) or len(fds) != 1:
+                raise ProtocolError("the tier handed out no arena", peer=self.peer)
+        except OasisError:
+            for fd in fds:  # whatever came along is ours to close
+                os.close(fd)
+            raise
         self.arena = Arena.attach(fds[0], welcome.geometry.size)
         welcome.geometry.require_sound(layout, self.arena.size, peer=self.peer)
         self.welcome = welcome

@@ -35,6 +35,9 @@ def tier(
     lease_seconds: Annotated[float, typer.Option(help="A decode node must renew its leases within this.")] = 30.0,
     grace_seconds: Annotated[float, typer.Option(help="How much longer records of a silent decode node stay.")] = 5.0,
     room_seconds: Annotated[float, typer.Option(help="How long a committed request waits for its decode node.")] = 120.0,
+    drain_seconds: Annotated[float, typer.Option(help="After a SIGTERM, how long leases may take to end. A second one ends at once.")] = 30.0,
+    keys: Annotated[str, typer.Option(help="This node's secret key file (`oasis keys create`).", show_default="none")] = "",
+    allowed: Annotated[str, typer.Option(help="Folder of the public keys of the nodes that may connect (`oasis keys allow`).", show_default="none")] = "",
     allow_plaintext: Annotated[bool, typer.Option(help="Serve other hosts without encryption (trusted networks only).")] = False,
 ) -> None:
     """Own the KV arena of this node: prefill workers write it, decode nodes read it. With --memory-nodes it is staging, and decode
@@ -47,8 +50,9 @@ def tier(
     options = TierOptions(
         local=local or default_tier_socket(), listen=listen, http=http, arena_bytes=arena_bytes,
         planes=tuple(p for p in data_plane.replace(" ", "").split(",") if p), advertise=advertise, node=node, memory_nodes=memory_nodes,
-        accept_generated=accept_generated, allow_plaintext=allow_plaintext, limits=TierLimits(lease_seconds, grace_seconds, room_seconds))
-    _run(lambda: serve(options))
+        accept_generated=accept_generated, drain_seconds=drain_seconds,
+        keys=keys, allowed=allowed, allow_plaintext=allow_plaintext, limits=TierLimits(lease_seconds, grace_seconds, room_seconds))
+    run_or_refuse(lambda: serve(options))
 
 
 def prefill(context: typer.Context) -> None:
@@ -64,12 +68,13 @@ def decode(context: typer.Context) -> None:
 def _worker(role: str, flags: list[str]) -> None:
     from oasis_sglang.launch import run_worker
 
-    _run(lambda: run_worker(role, flags))
+    run_or_refuse(lambda: run_worker(role, flags))
 
 
-def _run(work) -> None:
+def run_or_refuse(work):
+    """``work()``; an error of ours becomes one line and exit code 2."""
     try:
-        work()
+        return work()
     except OasisError as error:
         typer.echo(f"oasis: {error}", err=True)
         raise typer.Exit(2) from None

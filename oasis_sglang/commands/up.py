@@ -34,7 +34,8 @@ def up(
     Further flags are those of `sglang serve` and --oasis-OPTION VALUE; both workers get them.
     """
     from oasis_sglang import launch, models
-    from oasis_sglang.stack import Stack, StackError, StackSpec, can_listen
+    from oasis_sglang.probes import can_listen
+    from oasis_sglang.stack import Stack, StackError, StackSpec
 
     with told_in_one_line():
         launch.worker_argv("prefill", context.args)  # a wrong option is told before anything starts

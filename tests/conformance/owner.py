@@ -19,6 +19,15 @@ import numpy as np
 from transport.arena import Arena
 from transport.planes import make_server
 from transport.planes.host import HostedServer
+from transport.security import Security
+
+KEYS = "CONFORMANCE_KEYS"
+"""In the environment: the folder of the keys that owners and readers have; without it they have none."""
+
+
+def security() -> Security | None:
+    folder = os.environ.get(KEYS)
+    return Security.load(f"{folder}/node.key_secret", f"{folder}/allowed", False) if folder else None
 
 
 def pattern(seed: int, size: int) -> np.ndarray:
@@ -33,7 +42,7 @@ def main(kind: str, name: str, seed: str, size: str, port: str = "0") -> None:
     if kind == "nixl":
         server = HostedServer(kind, name.partition(":")[0], memory.fd, memory.size)
     else:
-        server = make_server(kind, name, arena, port=int(port))
+        server = make_server(kind, name, arena, port=int(port), security=security())
 
     def serving() -> str:
         endpoint, pid = server.endpoint, getattr(server, "pid", os.getpid())

@@ -7,6 +7,7 @@ import sys
 
 import msgspec
 import numpy as np
+from owner import security
 from rig import batch, wait
 
 from transport.dataplane import Endpoint
@@ -15,7 +16,7 @@ from transport.planes import incarnation, make_plane
 
 def main(endpoint_hex: str) -> None:
     endpoint = msgspec.msgpack.decode(bytes.fromhex(endpoint_hex), type=Endpoint)
-    plane = make_plane(endpoint.kind, incarnation("reader"), np.zeros(16 << 20, dtype=np.uint8))
+    plane = make_plane(endpoint.kind, incarnation("reader"), np.zeros(16 << 20, dtype=np.uint8), security=security())
     plane.connect(endpoint)
     wait(plane.read(endpoint.name, batch([0], [0], [64])))
     print("READING", flush=True)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from owner import pattern
+from owner import KEYS, pattern, security
 
+from oasis_sglang.keyring import Ring
 from transport.dataplane import DataPlane, Endpoint, ReadBatch, Transfer
 from transport.planes import incarnation, make_plane, make_server
 from transport.staging import Staging
@@ -28,7 +31,7 @@ ARENA = 80 << 20
 SMALL = 300
 """Bytes of an arena that a plain Python oracle can go through."""
 
-PLANES = ("loopback", "zmq", "nixl", "nixl-tcp")
+PLANES = ("loopback", "zmq", "zmq-keyed", "nixl", "nixl-tcp")
 
 
 class ProcessOwner:
@@ -122,6 +125,10 @@ class Rig:
         if plane == "nixl-tcp":
             # UCX reads it when an agent is made; the owners inherit it.
             os.environ["UCX_TLS"] = "tcp"
+        if plane == "zmq-keyed":
+            # One node's keys for owners and readers: what tells nodes apart is tested elsewhere.
+            os.environ[KEYS] = tempfile.mkdtemp(prefix="oasis-keys-")
+            Ring(Path(os.environ[KEYS])).mark("node")
         self._open: list = []
 
     def owner(self, seed: int = 1, size: int = 1 << 20, port: int = 0):
@@ -136,7 +143,7 @@ class Rig:
         return self.over(region, *owners), region
 
     def over(self, region: np.ndarray, *owners) -> DataPlane:
-        plane = make_plane(self.kind, incarnation("reader"), region)
+        plane = make_plane(self.kind, incarnation("reader"), region, security=security())
         self._open.append(plane)
         for owner in owners:
             plane.connect(owner.endpoint)
@@ -169,6 +176,8 @@ class Rig:
 
     def close(self) -> None:
         self.close_all()
+        if KEYS in os.environ:
+            shutil.rmtree(os.environ.pop(KEYS))
         os.environ.pop("UCX_TLS", None)
         if self._saved is not None:
             os.environ["UCX_TLS"] = self._saved

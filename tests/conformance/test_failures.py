@@ -182,7 +182,7 @@ def test_owner_restarts_as_a_new_incarnation(fresh):
     wait(plane.read(owner.name, batch([0], [0], [4096])))
     owner.kill()
     # On the same port where there is one: the old endpoint then reaches the new process.
-    port = int(owner.endpoint.address.rpartition(":")[2] or 0)
+    port = int(owner.endpoint.address.partition("#")[0].rpartition(":")[2] or 0)
     successor = fresh.owner(seed=72, port=port)
     assert successor.name != owner.name
     region[:] = FILL

@@ -114,7 +114,8 @@ def cluster(models, tmp_path_factory):
         for name in (*PREFILLS, *DECODES):
             role = name.rstrip("01")
             options = ("--oasis-tier", sockets[name]) if role == "prefill" else (
-                "--oasis-hold-reads-file", str(made.hold), "--oasis-silence-seconds", "5", "--oasis-await-seconds", "120")
+                "--oasis-hold-reads-file", str(made.hold), "--oasis-silence-seconds", "5", "--oasis-await-seconds", "120",
+                "--oasis-allow-plaintext", "true")
             made.servers[name] = serve_worker(processes[name], role, models.s4, hosts[name].wire, WORKER, BOOTSTRAP, folder / name, *options)
         ready({name: made.url(name) + "/health" for name in (*PREFILLS, *DECODES)})
         yield made

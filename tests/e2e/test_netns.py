@@ -53,7 +53,7 @@ def two_hosts(processes, far_processes, wire, models, tmp_path, data_plane, *opt
              "--arena-bytes", "256MiB", "--data-plane", data_plane, "--allow-plaintext"], log=tmp_path / f"tier-{data_plane}.log", env=near.env, name="tier"))
         wait_for(lambda: probe(f"http://127.0.0.1:{tier_http}/readyz"), "the tier is ready")
         prefill = start(processes, "prefill", near, "--oasis-tier", sock)
-        decode = start(far_processes, "decode", far, "--oasis-data-plane", data_plane, *options)
+        decode = start(far_processes, "decode", far, "--oasis-data-plane", data_plane, "--oasis-allow-plaintext", "true", *options)
         for server, url in zip(servers[1:], (prefill, decode)):
             wait_for(lambda s=server, u=url: s.poll() is not None or probe(u + "/health"), f"{server.name} serves", 180)
             assert server.poll() is None, server.tail()

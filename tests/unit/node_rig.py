@@ -22,6 +22,7 @@ from prefill_node.publisher import Publisher
 from transport.dataplane import MeteredPlane
 from transport.layout import KVLayout
 from transport.planes import incarnation, loopback, make_plane
+from transport.security import Security
 from transport.server import TierOptions, TierServer
 from transport.staging import Staging
 from transport.tier import TierLimits
@@ -56,12 +57,12 @@ class LocalTier:
     """A ``TierServer`` on a thread of this process. ``faults``: the orders for its loopback data plane."""
 
     def __init__(self, path: str, *, records: int = 64, layout: KVLayout | None = None, listen: str = "127.0.0.1:0",
-                 planes: tuple[str, ...] = ("loopback",), limits: TierLimits | None = None):
+                 planes: tuple[str, ...] = ("loopback",), limits: TierLimits | None = None, **options):
         layout = layout or small_layout()
         stride = -(-layout.payload_bytes // 64) * 64 + -(-layout.index_bytes // 64) * 64
         self.path, self.records = path, records
         self.server = TierServer(TierOptions(local=path, listen=listen, arena_bytes=records * stride, node="tier", planes=planes,
-                                             limits=limits or TierLimits(lease_seconds=2.0, grace_seconds=0.2, room_seconds=1.0)))
+                                             limits=limits or TierLimits(lease_seconds=2.0, grace_seconds=0.2, room_seconds=1.0), **options))
         self.loop = asyncio.new_event_loop()
         self.loop.add_signal_handler = lambda *_: None  # only a main thread may have them
         self.error: BaseException | None = None
@@ -202,19 +203,19 @@ class Decode:
 
     def __init__(self, controls: dict[str, str], *, layout: KVLayout | None = None, pages: int = 64, windows: int = 4,
                  window_records: int = 2, limits: PullLimits | None = None, resolve=None, fingerprint: str = FINGERPRINT,
-                 kind: str = "loopback"):
+                 kind: str = "loopback", security: Security | None = None):
         self.layout = layout or small_layout()
         self.pool = Pool(self.layout, pages, fill=self.SENTINEL)
         self.windows = windows
         self.staging = Staging(window_records * self.layout.payload_bytes, windows)
-        self.plane = MeteredPlane(make_plane(kind, incarnation("decode"), self.staging.region))
+        self.plane = MeteredPlane(make_plane(kind, incarnation("decode"), self.staging.region, security=security))
         self.controls, self.forgotten = controls, []
         self.rows: dict[int, tuple[bytes, ...]] = {}
         self.sink = PageSink(self.pool.k, self.pool.v, self.layout)
         self.puller = Puller(
             node="decode", rank=0, layout=self.layout, fingerprint=fingerprint, plane=self.plane, staging=self.staging,
             resolve=resolve or (lambda source: {"control": self.controls[source]}), forget=self.forgotten.append,
-            limits=limits or PullLimits(await_seconds=10.0, read_seconds=5.0, silence_seconds=5.0))
+            limits=limits or PullLimits(await_seconds=10.0, read_seconds=5.0, silence_seconds=5.0), security=security)
         self.puller.start()
 
     def pull(self, room: int, source: str = SOURCE):

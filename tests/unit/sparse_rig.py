@@ -404,7 +404,7 @@ class Node:
         if self.lane is not None:
             inside = self.lane.kv[:, self.lane.table[entry.set + 1, :n].long()].permute(2, 0, 1, 3)
             assert torch.equal(inside, req.truth[self.lane.pieces, :, :n]), f"{req.rid}: lane"
-        self.check_cache(req, entry.set, folded, whole=req.length // page if entry.failure else len(req.origin_input_ids) // page)
+        self.check_cache(req, entry.set, folded, whole=req.length // page if entry.failure else entry.prompt // page)
 
     def check_tables(self, chosen: int, blocks: torch.Tensor, folded: int) -> None:
         """``blocks`` int64 [pieces, working] are distinct, the two tables are inverse, and pinned blocks are among them."""

@@ -20,6 +20,8 @@ WAIT = {"oasis": {"on_miss": "wait"}}
 class Coordinator:
     """Answers as told."""
 
+    recovery = None
+
     def __init__(self):
         self.waits: set[str] = set()
         self.errors: dict[str, Exception] = {}

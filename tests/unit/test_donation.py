@@ -14,7 +14,7 @@ from transport import messages as m
 from transport.donation import Donations, refuse
 from transport.errors import ProtocolError
 from transport.hashing import page_hashes
-from transport.integrity import verify_index, verify_records
+from transport.integrity import block_checks, piece_digests, verify_index, verify_records
 from transport.records import split_hashes
 
 
@@ -118,18 +118,21 @@ def test_a_full_tier_keeps_what_is_leased(giving):
     node.at_baseline()
 
 
-@pytest.mark.parametrize("wrong", [dict(hashes=b""), dict(hashes=bytes(31)), dict(hashes=bytes(64)), dict(depth=-1), dict(payloads=b""),
-                                   dict(summaries=bytes(3))])
+@pytest.mark.parametrize("wrong", [dict(hashes=b""), dict(hashes=bytes(31)), dict(hashes=bytes(64)), dict(depth=-1), dict(depth=2**63), dict(payloads=b""),
+                                   dict(summaries=bytes(3)), dict(checks=b""), dict(checks=bytes(7)), dict(checks=bytes(16))])
 def test_what_is_not_whole_blocks_is_refused(giving, wrong):
     node = giving()
     req = node.arrive(100, 5)  # a worker has come: the tier has a layout
     tier, lay = node.world.tier.tier, node.layout
-    right = dict(seq=1, epoch=tier.epoch, depth=0, hashes=bytes(32), payloads=bytes(lay.payload_bytes), summaries=bytes(lay.summary_total))
+    payloads, summaries = np.zeros((1, lay.payload_bytes), np.uint8), np.zeros((1, lay.summary_total), np.uint8)
+    right = dict(seq=1, epoch=tier.epoch, depth=0, hashes=bytes(32), payloads=payloads.tobytes(), summaries=summaries.tobytes(),
+                 checks=m.pack(block_checks(piece_digests(payloads, lay.pieces), summaries), "u8"))
+    donor = next(iter(tier.sessions))
     before = node.world.tier.call(lambda: tier.table.counts())
     take = Donations(tier, node.world.tier.server.arena.bytes).take
     with pytest.raises(ProtocolError):
-        node.world.tier.call(lambda: take(None, m.Donate(**right | wrong)))
+        node.world.tier.call(lambda: take(donor, m.Donate(**right | wrong)))
     assert node.world.tier.call(lambda: tier.table.counts()) == before
-    assert isinstance(node.world.tier.call(lambda: take(None, m.Donate(**right))), m.Ok)
+    assert isinstance(node.world.tier.call(lambda: take(donor, m.Donate(**right))), m.Ok)
     node.admit(req)
     node.run(req)

@@ -37,7 +37,7 @@ REQUESTS = [
     m.Lookup(seq=10, epoch="e", hashes=bytes(range(96)), hold=True),
     m.Fill(seq=11, room=7, rank=0, prompt_tokens=9, roots=bytes(24), ranking=b"", metadata=(b"x",), sources=bytes(12), generations=bytes(24),
            geometry=CUT, endpoints=(ENDPOINT,)),
-    m.Donate(seq=12, epoch="e", depth=3, hashes=bytes(range(32)), payloads=bytes(64), summaries=bytes(8)),
+    m.Donate(seq=12, epoch="e", depth=3, hashes=bytes(range(32)), payloads=bytes(64), summaries=bytes(8), checks=bytes(8)),
 ]
 REPLIES = [
     m.Welcome(seq=1, epoch="e", control="tcp://h:1", geometry=CUT, endpoints=(ENDPOINT,), lease_seconds=30.0, planes=("nixl",),

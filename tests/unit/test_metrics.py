@@ -10,7 +10,7 @@ from node_rig import LocalTier, until
 from tier_bench import LIMITS, Bench, digest
 
 from decode_node.pull import PullLimits
-from oasis_sglang.metrics import COUNTERS, GAUGES, RESTORING, STALLS, WORKING_SETS, Exporter
+from oasis_sglang.metrics import COUNTERS, GAUGES, RECOVERING, RESTORING, STALLS, WORKING_SETS, Exporter
 from transport import messages as m
 from transport.errors import OasisError
 from transport.metrics import TierCollector
@@ -26,8 +26,9 @@ def read(collector) -> dict[str, float]:
 
 ELSEWHERE = ("evicted", "rooms_moved", "pages_there", "pages_moved", "bytes_moved", "moves_retried", "moves_failed", "rooms_filled", "bytes_filled",
              "fills_failed", "mover_restarts", "pages_donated", "bytes_donated", "pages_fetched_back", "bytes_fetched_back", "fetch_seconds",
-             "fetches_failed", "fetches_slower")
-"""Counters of tiers with memory nodes, memory nodes and donations: test_memory_tier.py, test_relay.py, test_fetch_back.py, test_donation.py."""
+             "fetches_failed", "fetches_slower", "records_zeroed")
+"""Counters of tiers with memory nodes, memory nodes, donations and zero_freed: test_memory_tier.py, test_relay.py, test_fetch_back.py,
+test_donation.py, test_tenants.py."""
 
 
 def test_every_metric_of_the_tier_moves():
@@ -111,7 +112,8 @@ def test_every_counter_of_the_workers_moves(worlds):
     world.prefill.publisher.export = lambda totals, gauges: 1 / 0
     until(lambda: totals["internal_errors"])
     assert {name for name in COUNTERS["prefill"] if not totals[name]} == set(RESTORING), "those need a radix tree: tests/e2e/test_prefix_reuse.py"
-    assert {name for name in COUNTERS["decode"] if not report[name]} == {*WORKING_SETS, "moved", "searches"}, "those need a coordinator or memory nodes"
+    assert {name for name in COUNTERS["decode"] if not report[name]} == {*WORKING_SETS, *RECOVERING, "moved", "searches"}, \
+        "those need a coordinator, memory nodes, or what test_recovery.py does"
     assert totals["rooms_committed"] == 3 and totals["rooms_failed"] == 2 and totals["pages_published"] == 5 and totals["pages_reused"] == 4
 
 

@@ -215,7 +215,7 @@ def test_pages_that_are_here_are_not_pulled(worlds, tokens, here):
 
 @pytest.mark.parametrize("prefix, pages, expected", [(0, [5, 9], [5, 9]), (48, [7], [-1, -1, -1, 7]), (32, [], [-1, -1]), (None, [3], [3]), (40, [3], None)])
 def test_a_receiver_names_the_pages_that_are_here(prefix, pages, expected):
-    from decode_node.manager import OasisReceiver
+    from decode_node.receiver import OasisReceiver
 
     receiver, asked = OasisReceiver.__new__(OasisReceiver), []
     receiver.kv_mgr = SimpleNamespace(kv_args=SimpleNamespace(page_size=16), row_writer=lambda index: index, fetch=lambda *args: asked.append(args))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from oasis_sglang import stack as stack_module
+from oasis_sglang.keyring import public_key
 from oasis_sglang.processes import Processes
 from oasis_sglang.stack import Place, Stack, StackError, StackSpec, free_port, probe, worker_argv
 
@@ -143,7 +144,7 @@ def test_servers_are_put_where_their_role_is(make_stack, tmp_path):
             assert all(stack.urls[name].startswith("http://127.0.0.2:") for name in ("memory0", "tier", "tier1", "prefill", "prefill1"))
             assert stack.urls["decode"].startswith("http://127.0.0.3:") and value(argv["decode"], "--host") == "127.0.0.3"
             assert stack.urls["router"].startswith("http://127.0.0.1:") and stack.bootstrap_host == "127.0.0.2"
-            assert value(argv["tier"], "--listen") == "127.0.1.2:0" and "--allow-plaintext" in argv["tier"]
+            assert value(argv["tier"], "--listen").rpartition(":")[0] == "127.0.1.2" and "--allow-plaintext" in argv["tier"]
             assert value(argv["tier"], "--memory-nodes") == f"tcp://{value(argv['memory0'], '--listen')}"
             assert value(argv["memory0"], "--listen").startswith("127.0.1.2:")
             assert values(argv["router"], "--prefill")[0] == [stack.urls["prefill"]]
@@ -154,7 +155,7 @@ def test_servers_are_put_where_their_role_is(make_stack, tmp_path):
 def test_without_places_everything_stays_on_this_host(make_stack):
     with make_stack() as stack:
         tier = fetch(stack.urls["tier"])["argv"]
-        assert value(tier, "--listen") == "127.0.0.1:0" and "--allow-plaintext" not in tier
+        assert value(tier, "--listen").rpartition(":")[0] == "127.0.0.1" and "--allow-plaintext" not in tier
         assert stack.bootstrap_host == "127.0.0.1"
 
 
@@ -221,3 +222,39 @@ def test_workers_share_the_gpus_there_are():
     assert [share(place, 2, gpus=8) for place in range(2)] == [[], ["--base-gpu-id", "1"]]
     half = ["--mem-fraction-static", "0.42"]
     assert [share(place, 4, gpus=2) for place in range(4)] == [half, ["--base-gpu-id", "1", *half]] * 2
+
+
+def test_a_server_that_has_ended_is_started_again_as_it_was(make_stack):
+    with make_stack() as stack:
+        before = {name: fetch(stack.urls[name]) for name in ("tier", "prefill")}
+        urls = dict(stack.urls)
+        with pytest.raises(StackError, match="tier still runs"):
+            stack.restart("tier")
+        for name in ("tier", "prefill"):
+            old = stack.servers[name]
+            leftover = Path(before[name]["tmp"]) / "metrics" / "of_a_life_before.db"
+            leftover.touch()
+            old.signal(9, group=True)
+            old.wait(10)
+            stack.restart(name)
+            assert stack.servers[name].pid != old.pid and not leftover.exists()
+            after = fetch(stack.urls[name])
+            assert (after["argv"], after["config"], after["tmp"]) == tuple(before[name][k] for k in ("argv", "config", "tmp"))
+        assert stack.urls == urls
+        assert ":0" not in value(before["tier"]["argv"], "--listen"), "readers find it where it was"
+        stack.check()
+
+
+def test_a_keyed_stack_gives_tiers_and_decode_workers_keys_that_the_others_allow(make_stack):
+    with make_stack(keyed=True, memory_nodes=1, decodes=2) as stack:
+        told = {name: fetch(stack.urls[name]) for name in ("memory0", "tier", "prefill", "decode", "decode1")}
+        argv = {name: entry["argv"] for name, entry in told.items()}
+        config = {name: json.loads(told[name]["config"]) for name in ("prefill", "decode", "decode1")}
+        keys = {**{name: value(argv[name], "--keys") for name in ("memory0", "tier")}, **{name: config[name]["keys"] for name in ("decode", "decode1")}}
+        assert {name: Path(file).stem for name, file in keys.items()} == {name: name for name in keys} and "keys" not in config["prefill"]
+        folders = {value(argv["tier"], "--allowed"), value(argv["memory0"], "--allowed"), config["decode"]["allowed"], config["decode1"]["allowed"]}
+        assert sorted(path.stem for path in Path(*folders).iterdir()) == sorted(keys)
+        address, mark, key = value(argv["tier"], "--memory-nodes").partition("#")
+        assert address == f"tcp://{value(argv['memory0'], '--listen')}" and key == public_key(Path(keys["memory0"]))
+        scratch = Path(*folders)
+    assert not scratch.exists()

@@ -408,7 +408,8 @@ class Chaos:
         self.pages: dict[tuple[str, int], list[int]] = {}  # (worker, room) -> root of each page, 0: unknown
         self.promised: dict[int, list[int]] = {}  # room -> roots of its commit
         self.leases: dict[int, tuple[float, m.Manifest | m.Held]] = {}
-        self.answers = self.found = 0
+        self.owner: dict[int, str] = {}  # of leases
+        self.answers = self.found = self.foreign = 0
         self.join("W")
         self.join("R")
         self.generation = self.tier.table.generation.copy()
@@ -475,8 +476,8 @@ class Chaos:
 
     def look(self):
         numbers = [self.rng.randint(1, 15) for _ in range(self.rng.randint(0, 6))]
-        hold = self.rng.random() < 0.5
-        reply = self.attempt(self.rng.choice(self.readers + self.workers or ["R0"]), m.Lookup, hashes=b"".join(map(digest, numbers)), hold=hold)
+        hold, session = self.rng.random() < 0.5, self.rng.choice(self.readers + self.workers or ["R0"])
+        reply = self.attempt(session, m.Lookup, hashes=b"".join(map(digest, numbers)), hold=hold)
         if isinstance(reply, StaleEpoch):
             return
         roots = m.unpack(reply.roots, "u8").tolist()
@@ -485,7 +486,7 @@ class Chaos:
         assert bool(reply.lease) == (hold and here.any())
         self.found += int(bool(reply.lease))
         if reply.lease:
-            self.leases[reply.lease] = (self.bench.now + LIMITS.lease_seconds, reply)
+            self.leases[reply.lease], self.owner[reply.lease] = (self.bench.now + LIMITS.lease_seconds, reply), session
 
     def cancel(self):
         self.attempt(self.rng.choice(self.readers or ["R0"]), m.Cancel, room=self.any_room(), rank=0)
@@ -494,8 +495,11 @@ class Chaos:
         if not self.readers or not self.leases:
             return
         numbers = self.rng.sample(list(self.leases), self.rng.randint(1, len(self.leases)))
-        reply = self.attempt(self.rng.choice(self.readers), m.Renew, leases=m.pack(numbers, "u8"))
-        if isinstance(reply, StaleEpoch):
+        session = self.rng.choice(self.readers)
+        if self.rng.random() < 0.8:
+            numbers = [n for n in numbers if self.owner[n] == session]
+        reply = self.attempt(session, m.Renew, leases=m.pack(numbers, "u8"))
+        if isinstance(reply, StaleEpoch) or self.refused(session, numbers, reply):
             return
         gone = set(m.unpack(reply.gone, "u8").tolist())
         for number in numbers:
@@ -509,8 +513,17 @@ class Chaos:
     def release(self):
         if self.readers and self.leases:
             number = self.rng.choice(list(self.leases))
-            if not isinstance(self.attempt(self.rng.choice(self.readers), m.Release, leases=m.pack([number], "u8")), StaleEpoch):
+            session = self.owner[number] if self.owner[number] in self.readers and self.rng.random() < 0.8 else self.rng.choice(self.readers)
+            reply = self.attempt(session, m.Release, leases=m.pack([number], "u8"))
+            if not isinstance(reply, StaleEpoch) and not self.refused(session, [number], reply):
                 del self.leases[number]
+
+    def refused(self, session, numbers, reply):
+        """Whether it named leases of others that the tier still knows; then nothing is done, and ``check`` sees that."""
+        foreign = any(self.owner[n] != session for n in numbers if n in self.tier.leases)
+        assert isinstance(reply, ProtocolError) == foreign, "only its own session ends or renews a lease"
+        self.foreign += foreign
+        return foreign
 
     def pass_time(self):
         self.bench.now += self.rng.choice([0.1, 3.0, 9.0, 20.0, 60.0])
@@ -552,7 +565,7 @@ class Chaos:
         self.answers += 1
         if isinstance(reply, m.Manifest):
             assert reply.room == room and m.unpack(reply.roots, "u8").tolist() == self.promised[room]
-            self.leases[reply.lease] = (self.bench.now + LIMITS.lease_seconds, reply)
+            self.leases[reply.lease], self.owner[reply.lease] = (self.bench.now + LIMITS.lease_seconds, reply), session
         else:
             assert isinstance(reply, (RoomFailed, DuplicateRoom, DeadlineExceeded, StaleEpoch)), reply
 
@@ -588,11 +601,11 @@ class Chaos:
 
 @pytest.mark.parametrize("block", range(6))
 def test_any_order_of_anything_keeps_every_account(block):
-    answers = found = 0
+    answers = found = foreign = 0
     for seed in range(block * 20, block * 20 + 20):
         chaos = Chaos(seed)
         for _ in range(250):
             chaos.step()
         chaos.end()
-        answers, found = answers + chaos.answers, found + chaos.found
-    assert answers > 300 and found > 100, "the fuzz must exercise what it is about"
+        answers, found, foreign = answers + chaos.answers, found + chaos.found, foreign + chaos.foreign
+    assert answers > 300 and found > 100 and foreign > 20, "the fuzz must exercise what it is about"

@@ -11,11 +11,15 @@ from __future__ import annotations
 
 import importlib
 import uuid
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from transport.dataplane import DataPlane, DataServer
 from transport.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transport.security import Security
 
 _PLANES = {
     "nixl": ("transport.planes.nixl", "NixlServer", "NixlPlane"),
@@ -32,24 +36,29 @@ def incarnation(node: str) -> str:
 
 
 def make_server(
-    kind: str, name: str, arena: np.ndarray, *, host: str = "127.0.0.1", port: int = 0
+    kind: str, name: str, arena: np.ndarray, *, host: str = "127.0.0.1", port: int = 0, security: Security | None = None
 ) -> DataServer:
     """Serves ``arena`` (uint8 [size], C-contiguous) under ``name``, which must be fresh (see ``incarnation``).
 
-    ``host`` and ``port`` (0: any free one) are where ``zmq`` listens; NIXL binds as UCX_NET_DEVICES says. Raises
-    ``ConfigError`` on an unknown kind, unusable memory, or when the plane cannot start.
+    ``host`` and ``port`` (0: any free one) are where ``zmq`` listens, and ``security`` how; NIXL binds as UCX_NET_DEVICES says, and
+    knows nothing but the metadata that the control plane carries. Raises ``ConfigError`` on an unknown kind, unusable memory, or when the plane cannot start.
     """
     module, server, _ = _find(kind)
-    return getattr(module, server)(name, _memory(arena), host=host, port=port)
+    return getattr(module, server)(name, _memory(arena), host=host, port=port, **_protected(kind, security))
 
 
-def make_plane(kind: str, name: str, region: np.ndarray) -> DataPlane:
-    """A reader into ``region`` (uint8 [size], C-contiguous, writable). Raises ``ConfigError`` as ``make_server``."""
+def make_plane(kind: str, name: str, region: np.ndarray, *, security: Security | None = None) -> DataPlane:
+    """A reader into ``region`` (uint8 [size], C-contiguous, writable). ``security`` as in ``make_server``. Raises ``ConfigError`` as that."""
     module, _, plane = _find(kind)
     region = _memory(region)
     if not region.flags.writeable:
         raise ConfigError("the region to read into is not writable")
-    return getattr(module, plane)(name, region)
+    return getattr(module, plane)(name, region, **_protected(kind, security))
+
+
+def _protected(kind: str, security: Security | None) -> dict:
+    """What only a plane with sockets of its own is told; without ``security``: plaintext on loopback."""
+    return {"security": security} if kind == "zmq" and security is not None else {}
 
 
 def _find(kind: str):

@@ -1,7 +1,8 @@
 """Data plane over ZeroMQ: the reader asks, the owner answers with bytes of the arena.
 
 The owner checks every range itself and exposes nothing but the arena, and a late answer is harmless, because the
-reader decides whether to copy it. The price is one more copy on the reader's side.
+reader decides whether to copy it. The price is one more copy on the reader's side. With keys (``security``) it is the one plane that is
+encrypted, and the owner answers nobody who is not on its allow list.
 
 Flow control is the reader's: a read is asked for in parts, and so many parts per peer are outstanding at once, shared
 in turns by all reads of that peer. One part bounds what either side holds in memory for it and how long it can keep
@@ -20,6 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from transport.dataplane import DataPlane, DataServer, Endpoint, ReadBatch, Transfer, check_batch
 from transport.errors import (
+    AccessDenied,
     BoundsError,
     ConfigError,
     IntegrityError,
@@ -31,6 +33,7 @@ from transport.errors import (
     from_wire,
 )
 from transport.planes.ranges import coalesce, parts
+from transport.security import BROKEN_OFF, REFUSED, Security, refusal
 
 VERSION = 1
 PART_BYTES = 4 << 20
@@ -91,22 +94,27 @@ class ZmqServer(DataServer):
     whose reader left, or took more than its turn.
     """
 
-    def __init__(self, name: str, arena: np.ndarray, *, host: str = "127.0.0.1", port: int = 0):
+    def __init__(
+        self, name: str, arena: np.ndarray, *, host: str = "127.0.0.1", port: int = 0, security: Security | None = None
+    ):
         if host in ("", "*", "0.0.0.0", "::"):
             raise ConfigError("the data plane listens on one address that its readers can reach", limit=host)
         self._arena = memoryview(arena).toreadonly()
         self.malformed = self.refused = self.dropped = 0
-        self._context = zmq.Context()
+        self._context, self._security = zmq.Context(), security or Security()
+        self._guard = self._security.guard(self._context)
         self._router = self._context.socket(zmq.ROUTER)
+        self._security.serve(self._router)
         _guard(self._router, 2 * PART_RANGES * 2 * _U64.itemsize + 4096, 4 * PARTS_OUTSTANDING)
         self._router.router_mandatory = True
         self._router.ipv6 = ":" in host
         try:
             self._router.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._destroy()
             raise ConfigError(f"cannot listen: {error}", limit=f"{host}:{port}") from error
-        self.endpoint = Endpoint.make("zmq", name, self._router.last_endpoint.decode(), arena.nbytes)
+        address = self._security.told(self._router.last_endpoint.decode())
+        self.endpoint = Endpoint.make("zmq", name, address, arena.nbytes)
         self._stop, stopped = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")
         stopped.connect("inproc://stop")
@@ -120,6 +128,11 @@ class ZmqServer(DataServer):
             return
         self._stop.send(b"")
         self._thread.join()
+        self._destroy()
+
+    def _destroy(self) -> None:
+        if self._guard is not None:
+            self._guard.stop()
         self._context.destroy(linger=0)
 
     def _serve(self, stopped: zmq.Socket) -> None:
@@ -130,14 +143,14 @@ class ZmqServer(DataServer):
             ready = dict(poller.poll())
             if stopped in ready:
                 break
-            reader, *message = self._router.recv_multipart()
+            reader, *message = self._router.recv_multipart(copy=False)
             try:
-                answer = self._answer(message)
+                answer = self._answer(reader, [frame.bytes for frame in message])
             except (msgspec.DecodeError, ProtocolError):
                 self.malformed += 1
                 continue
             try:
-                self._router.send_multipart([reader, *answer], zmq.NOBLOCK, copy=False)
+                self._router.send_multipart([reader.bytes, *answer], zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 self.dropped += 1
             except zmq.ZMQError as error:
@@ -147,11 +160,13 @@ class ZmqServer(DataServer):
         stopped.close()
         self._router.close()
 
-    def _answer(self, message: list[bytes]) -> list:
+    def _answer(self, reader: zmq.Frame, message: list[bytes]) -> list:
         if len(message) != 1:
             raise ProtocolError("a request is one frame")
         request = _decode_request(message[0])
         try:
+            if not self._security.hears(reader):
+                raise AccessDenied("your key is not on the allow list any more")
             remote, lengths = self._check(request)
         except OasisError as error:
             self.refused += 1
@@ -197,7 +212,7 @@ class _Peer:
     """One connection. ``asked`` maps the number of an outstanding part to who wants it; ``turns`` holds the transfers
     with parts left to ask for. ``error`` once it is lost; ZeroMQ is told not to reconnect."""
 
-    def __init__(self, context: zmq.Context, endpoint: Endpoint):
+    def __init__(self, context: zmq.Context, endpoint: Endpoint, security: Security):
         self.endpoint = endpoint
         self.asked: dict[int, tuple[ZmqTransfer, ReadBatch]] = {}
         self.turns: deque[ZmqTransfer] = deque()
@@ -207,10 +222,13 @@ class _Peer:
         _guard(self.socket, 2 * PART_BYTES, 4 * PARTS_OUTSTANDING)
         self.socket.reconnect_ivl = -1
         self.socket.ipv6 = "[" in endpoint.address
-        gone = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-        self._monitor = self.socket.get_monitor_socket(gone | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+        gone = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | REFUSED | BROKEN_OFF
+        self._monitor = self.socket.get_monitor_socket(gone)
         try:
-            self.socket.connect(endpoint.address)
+            self.socket.connect(security.dial(self.socket, endpoint.address, endpoint.name))
+        except OasisError as error:
+            self.close(error)
+            raise
         except zmq.ZMQError as error:
             self.close(PeerLost(f"cannot connect: {error}", peer=endpoint.name))
             raise self.error from error
@@ -300,6 +318,8 @@ class _Peer:
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"]
         except zmq.Again:
             return
+        if event & (REFUSED | BROKEN_OFF):
+            self.close(AccessDenied(refusal(event), peer=self.endpoint.name))
         self.close(PeerLost(f"connection lost ({zmq.Event(event).name})", peer=self.endpoint.name))
 
 
@@ -363,13 +383,14 @@ class ZmqPlane(DataPlane):
 
     kind = "zmq"
 
-    def __init__(self, name: str, region: np.ndarray):
+    def __init__(self, name: str, region: np.ndarray, *, security: Security | None = None):
         self._region = memoryview(region)
-        self._context = zmq.Context()
+        self._context, self._security = zmq.Context(), security or Security()
         self._peers: dict[str, _Peer] = {}
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Returns before the connection stands; that it does not come about shows in the reads."""
+        """Returns before the connection stands; that it does not come about shows in the reads. Raises ``AccessDenied`` for a key that is
+        not on our allow list."""
         if endpoint.kind != self.kind or not endpoint.address.startswith("tcp://"):
             raise ProtocolError(
                 f"an endpoint of kind {endpoint.kind!r} at {endpoint.address!r}", peer=endpoint.name
@@ -385,7 +406,7 @@ class ZmqPlane(DataPlane):
                 )
             if peer.error is None:
                 return
-        self._peers[endpoint.name] = _Peer(self._context, endpoint)
+        self._peers[endpoint.name] = _Peer(self._context, endpoint, self._security)
 
     def disconnect(self, name: str) -> None:
         peer = self._peers.pop(name, None)
