@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -89,6 +90,8 @@ def bench(
             return
         if out is not None and (out / "results.json").exists() and not overwrite:
             raise ConfigError(f"--out {out} has results.json already: name another folder, or --overwrite it")
+        if out is not None and overwrite:
+            shutil.rmtree(out / "logs", ignore_errors=True)  # servers would append to them
         from oasis_sglang.bench import settings as made
         from oasis_sglang.bench import workloads as known
         from oasis_sglang.bench.about import shape_of
