@@ -23,10 +23,10 @@ SETTLE_S = 20.0
 _ANSWER_S = 60.0
 _BATCH = re.compile(r"Decode batch.*?#running-req: (\d+).*?token usage: [\d.]+")
 WAITS = {"wait for the plan": "plan_wait_microseconds", "wait for trust": "trust_wait_microseconds"}
-STAGES = {"scores, beside the forward": "score_microseconds", "plan, beside the forward": "plan_microseconds", **WAITS}
+STAGES = {"scores, beside it": "score_microseconds", "plan, beside it": "plan_microseconds", **WAITS}
 BLOCKS = "wait for blocks"
 """Of a request, while others go on."""
-REST = "rest: forward, commits, sampling, scheduler"
+REST = "forward and the rest"
 
 
 class Places(NamedTuple):

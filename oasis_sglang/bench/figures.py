@@ -55,11 +55,10 @@ FIGURES: dict[str, Figure] = {
     "cluster_host_bytes_peak": Figure("cluster host, peak", "B", _LOW, "Records in the tiers and what decode's host has in use, each at its most; without the "
                                       "records that the tiers had kept of earlier runs when this one began (never less than 0: old ones give way to "
                                       "new). A capacity tier moves host memory, it does not abolish it."),
-    "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Proportional set size of decode's processes: the most since its stack was ready, "
-                                                                       "above what "
-                                  "it was then. Runs on one stack add up. Without a GPU this has the KV pool in it."),
-    "tier_memory_bytes": Figure("tier memory, metered", "B", _LOW, "The same of the tier's processes. Pages of an arena that prefill maps too are counted in "
-                                                                   "part."),
+    "decode_memory_bytes": Figure("decode memory, metered", "B", _LOW, "Resident memory of decode's processes, private and memory files: the most since "
+                                  "its stack was ready, above what it was then. Runs on one stack add up. Without a GPU this has the KV pool in it, and "
+                                  "heap that is free but kept."),
+    "tier_memory_bytes": Figure("tier memory, metered", "B", _LOW, "The same of the tier's processes; the arena, which they share, once."),
     "computed_tokens": Figure("prompt tokens computed", "", _LOW, "Prompt tokens that prefill computed; it had the others in its cache or from the tier."),
     "tokens_per_step": Figure("tokens per step", "", _HIGH, "Output tokens of a verify step of a request; only with drafts."),
     "kv_pool_tokens": Figure("KV pool", "tokens", "", "Tokens of decode's KV pool."),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import psutil
@@ -21,17 +21,28 @@ def wire(hosts: Hosts) -> tuple[int, int]:
     return hosts.far.wire.heard(), hosts.far.wire.said()
 
 
-def proportional_bytes(pid: int) -> int:
-    """Proportional set size: private memory, and of each page that n processes share one n-th. 0 once the process is gone.
+class Resident(NamedTuple):
+    """Bytes in memory of one process, from the kernel's running counts: ``private`` (anonymous) and ``shared`` (memory files)."""
 
-    Raises PermissionError for a process that is somebody else's.
-    """
+    private: int
+    shared: int
+
+
+def resident(pid: int) -> Resident:
+    """Zero once the process is gone. Walks no page tables, unlike ``smaps``: that holds the process' memory map for as long, and a process whose every
+    step allocates then waits for its meter."""
     try:
-        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):
-        return 0
-    # A zombie has an empty file.
-    return next((int(line.split()[1]) << 10 for line in rollup.splitlines() if line.startswith("Pss:")), 0)
+        return Resident(0, 0)
+    found = {name: int(rest.split()[0]) << 10 for name, _, rest in (line.partition(":") for line in status.splitlines()) if name in ("RssAnon", "RssShmem")}
+    return Resident(found.get("RssAnon", 0), found.get("RssShmem", 0))  # a zombie has neither
+
+
+def in_memory(pids: Iterable[int]) -> int:
+    """Of processes that share their memory files: what is private to each, and the most that one of them has of the files."""
+    found = [resident(pid) for pid in pids]
+    return sum(one.private for one in found) + max((one.shared for one in found), default=0)
 
 
 def mapped_bytes(pid: int, name: str) -> int:
@@ -61,14 +72,14 @@ def tree(pids: Iterable[int]) -> set[int]:
 
 
 class Memory:
-    """Proportional set size of process trees, sampled by a thread from entering to leaving.
+    """Resident memory of process trees, sampled by a thread from entering to leaving.
 
         with Memory({"decode": [stack.servers["decode"].pid], "tier": [...]}) as memory:
             ...
         memory.above_start("decode")
 
     ``roots``: by name, the processes whose trees count as one. ``start`` and ``peak`` are bytes by name; a name without a process has 0.
-    Reading one process of some GB holds its page tables for about 10 ms, so ``period`` (seconds) should not be much below the default.
+    A forked child counts the pages that it has from its parent as the parent does: what is said is how much they grew. ``period``: seconds.
     """
 
     def __init__(self, roots: Mapping[str, Sequence[int]], period: float = 0.5):
@@ -105,7 +116,7 @@ class Memory:
 
     def _sample(self) -> dict[str, int]:
         self.samples += 1
-        return {name: sum(map(proportional_bytes, tree(pids))) for name, pids in self._roots.items()}
+        return {name: in_memory(tree(pids)) for name, pids in self._roots.items()}
 
 
 def client_concurrency(intervals: Sequence[tuple[float, float]]) -> int:

@@ -116,8 +116,8 @@ class Meters(Struct):
     """What the interface of decode's host received on the data network, headers included."""
     wire_out_bytes: int | None = None
     decode_memory_bytes: int | None = None
-    """Proportional set size of decode's processes: the most since its stack was ready, above what it was then; runs on one stack add
-    up. On a machine without a GPU this has the KV pool in it."""
+    """Resident memory of decode's processes (private, and memory files once): the most since its stack was ready, above what it was then; runs
+    on one stack add up. On a machine without a GPU this has the KV pool in it."""
     tier_memory_bytes: int | None = None
     client_concurrency: int | None = None
     """Most requests between their first and last token at one time, by the client's clock."""

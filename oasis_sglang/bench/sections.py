@@ -178,7 +178,8 @@ def profiles(results: Results) -> Section | None:
         tables_.append(Table(["stage, ms per step", *means], rows, str(case)))
         if (picture := drawings.profile(means, case)) is not None:
             pictures.append(picture)
-    text = ["Mean over the steps of all repeats. What runs beside the forward is no part of the whole step."]
+    text = ["Mean over the steps of all repeats. Scores and plan run beside the forward and are no part of the whole step; forward, commits, sampling and "
+            "scheduler are what it has left without the waits. The wait for blocks is that of a request, while others go on."]
     return Section("Where the time goes", text=text, tables=tables_, pictures=pictures, brief=False) if tables_ else None
 
 

@@ -14,7 +14,6 @@ from oasis_sglang.bench.systems import Serving
 from oasis_sglang.config import parse
 from oasis_sglang.hosts import HostsError, bits_per_second
 from oasis_sglang.plan.capacity import STOCK_RESERVED
-from oasis_sglang.selection.profile import Profile
 from transport.errors import ConfigError
 
 SWEEPS = {
@@ -128,11 +127,6 @@ class Settings:
                   for point in points for name in self.systems]
         for options in (parse(dict(one.options)) for one in chosen if one.kind == "oasis"):
             make_budget(PAGE, options.budget_tokens, options.sink_tokens, options.recent_tokens, options.tail_tokens, options.on_miss == "wait")
-        for profile in dict.fromkeys(str(one.options["profile"]) for one in chosen if one.options.get("profile")):
-            try:
-                Profile.load(Path(profile))
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"Oasis option profile: {error}") from error
         if self.quality and all(one.dense or one.kind != "oasis" for one in chosen):
             raise ConfigError(f"--quality and --systems {','.join(self.systems)}: nothing to measure, it is of Oasis systems that attend to a part")
         if self.quality and set(self.workloads) <= set(UNFORCED):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -87,7 +88,8 @@ def bench(
                 raise BenchError(f"--report {report}: {error}") from error
             reporting.console(results)
             return
-        if out is not None and (out / "results.json").exists() and not overwrite:
+        again = out is not None and (out / "results.json").exists()
+        if again and not overwrite:
             raise ConfigError(f"--out {out} has results.json already: name another folder, or --overwrite it")
         from oasis_sglang.bench import settings as made
         from oasis_sglang.bench import workloads as known
@@ -116,6 +118,8 @@ def bench(
             flags=tuple(flag or ()),
             host_cache_bytes=host_cache_bytes, arena_bytes=arena_bytes, trace_scale=trace_scale, trace_speed=trace_speed)
         settings.check(context)
+        if again:
+            shutil.rmtree(out / "logs", ignore_errors=True)  # servers would append to those of the earlier benchmark
         folder = out or Path(f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
         one = Bench(settings, folder=folder, command=shlex.join(["oasis", *sys.argv[1:]]), progress=say,
                     save=lambda results: records.save(results, folder / "results.json"))

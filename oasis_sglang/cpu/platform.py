@@ -8,6 +8,7 @@ point of ``sglang.srt.plugins`` runs after both and would be too late.
 Nothing here may import torch or sglang: the caller is still importing both.
 """
 
+import contextlib
 import ctypes
 import importlib.metadata
 import importlib.util
@@ -30,6 +31,10 @@ CPU_ENVIRONMENT = {
     "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
 }
 
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES, LARGEST_KEPT_BYTES = (1 << 31) - 1, 32 << 20
+"""Free memory at the heap's top that goes back to the system, and the size from which an allocation is a mapping of its own (glibc takes no more)."""
+
 # NVIDIA also as WSL (dxg) and Tegra (nvhost, nvgpu).
 NVIDIA_NODES = ("/dev/nvidia*", "/dev/dxg", "/dev/nvhost*", "/dev/nvgpu*")
 # ROCm, Ascend, Moore Threads: SGLang has platforms of its own for these.
@@ -47,8 +52,20 @@ def prepare() -> None:
         return
     for name, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    keep_heap()
     if not installed_kernels_run_on_cpu():
         install_stand_in()
+
+
+def keep_heap() -> None:
+    """Attention without a GPU makes tensors of some MB in every layer. Where glibc gives their memory back each time, its pages are zeroed and mapped
+    again for the next one; whether it does hangs on what lies above them in the heap. Decode of two requests of 6,000 tokens takes 0.28 s per step
+    or 0.66 s. Now it never does. Other C libraries are left alone."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018  raises AttributeError elsewhere
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def wanted() -> bool:

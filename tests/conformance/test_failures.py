@@ -325,8 +325,10 @@ def test_idle_owner_uses_little_cpu(rig, shared):
     def spent() -> float:
         return sum(t.user + t.system for t in (process.cpu_times() for process in processes))
 
-    before = spent()
-    time.sleep(3.0)
-    used = spent() - before
-    print(f"{rig.plane_name}: idle owner uses {used / 3.0:.3f} of a core")
-    assert used / 3.0 < 0.1, "a loop that polls uses 1"
+    shares = []
+    while not shares or (min(shares) >= 0.03 and len(shares) < 4):  # a machine that does other things counts some of them here
+        before = spent()
+        time.sleep(3.0)
+        shares.append((spent() - before) / 3.0)
+    print(f"{rig.plane_name}: idle owner uses {min(shares):.3f} of a core")
+    assert min(shares) < 0.03

@@ -84,7 +84,8 @@ def test_memory_is_counted_and_metered(results):
     found = summary_of(results, "oasis:256", "needle")
     assert 0 < found["host_used_bytes_peak"] <= found["host_reserved_bytes"]
     assert found["tier_memory_bytes"] > 0 and found["decode_memory_bytes"] > 0
-    assert found["client_concurrency"] in (1, 2), "of two at once; with so few tokens their decoding may not overlap"
+    spans = [(r.sent + r.token_times[0], r.sent + r.token_times[-1]) for r in run_of(results, "oasis:256", "needle").requests]
+    assert found["client_concurrency"] == max(sum(begin <= at <= end for begin, end in spans) for at, _ in spans) <= 2, "answers may be too short to overlap"
     checks = [check for check in results.checks if "host cache" in check.name]
     assert [(check.system, check.workload) for check in checks] == [("oasis:256", "needle"), ("oasis:256", "agent")]
     assert all(check.passed for check in checks), [check.metered / check.counted for check in checks]

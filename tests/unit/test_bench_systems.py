@@ -148,7 +148,7 @@ def test_growth_of_steps_makes_the_selection_figures():
                          host_used_bytes_mean=25.0, host_used_bytes_peak=30,
                          tier_reserved_bytes=1000, tier_used_bytes_peak=9, wanted=200, misses=50, missed_mass=0.1, request_steps=8, swapped_pieces=0,
                          stalls=2, stall_seconds=1.0)
-    parts = {"scores, beside the forward": 1.5, "plan, beside the forward": 0.5, "wait for the plan": 2.5, "wait for trust": 0.5, "wait for blocks": 125.0}
+    parts = {"scores, beside it": 1.5, "plan, beside it": 0.5, "wait for the plan": 2.5, "wait for trust": 0.5, "wait for blocks": 125.0}
     assert counters.stages(look(oasis(1)), look(oasis(3)), None) == parts
     assert counters.stages(look(oasis(1)), look(oasis(3)), 200.0) == {"whole step": 200.0, counters.REST: 72.0, **parts}
     assert counters.stages(look(oasis(1)), look(oasis(3)), 100.0)[counters.REST] == 0.0

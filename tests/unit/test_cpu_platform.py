@@ -34,6 +34,37 @@ def in_cpu_mode():
     return os.environ.get("SGLANG_USE_CPU_ENGINE") == "1", platform.StandInFinder in sys.meta_path
 
 
+KEEPS = """
+import ctypes, resource
+from oasis_sglang.cpu.platform import keep_heap
+if {kept}:
+    keep_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        several = [libc.malloc(16 << 20) for _ in range(3)]
+        for one in several:
+            ctypes.memset(one, 1, 16 << 20)
+        for one in several:
+            libc.free(one)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+"""
+
+
+def test_memory_of_large_tensors_stays_with_the_process():
+    kept, given_back = (int(subprocess.run([sys.executable, "-c", KEEPS.format(kept=kept)], capture_output=True, text=True, check=True).stdout)
+                        for kept in (True, False))
+    assert kept < 4096, "16 MB have 4,096 pages: they were mapped once"
+    assert given_back >= 20 * 4096, "what glibc does by itself"
+
+
 def test_machine_without_gpu_gets_cpu_mode(machine):
     machine()
     assert platform.prepare() is None

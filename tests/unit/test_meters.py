@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from oasis_sglang.bench.meters import Memory, client_concurrency, mapped_bytes, proportional_bytes, tree
+from oasis_sglang.bench.meters import Memory, client_concurrency, in_memory, mapped_bytes, resident, tree
 
 HOLDS = """
 import sys, time, pathlib
@@ -73,34 +73,40 @@ def test_a_peak_that_has_passed_is_kept():
             while memory.samples < taken + 2:
                 time.sleep(0.01)
             next_step()
-            assert proportional_bytes(process.pid) < memory.start["decode"] + 32 * MIB
+            assert resident(process.pid).private < memory.start["decode"] + 32 * MIB
         process.kill()
     assert memory.above_start("decode") >= 64 * MIB
 
 
 FORKS = f"""
-import os, sys
-shared = b"x" * {64 * MIB}
+import mmap, os, sys
+fd = os.memfd_create("oasis-test-shared")
+os.ftruncate(fd, {64 * MIB})
+memory = mmap.mmap(fd, {64 * MIB})
+memory.write(b"x" * {64 * MIB})
 child = os.fork()
 if child == 0:
+    assert memory[{48 * MIB}:] == b"x" * {16 * MIB}
+    own = b"y" * {32 * MIB}
+    print(os.getpid(), flush=True)
     sys.stdin.read()
     os._exit(0)
-print(child, flush=True)
 sys.stdin.read()
 os.waitpid(child, 0)
 """
 
 
-def test_children_count_and_shared_pages_once():
-    """A child of a fork has all of its parent's pages until one of them writes: together they have them once."""
+def test_what_processes_share_counts_once_and_what_each_has_counts():
     with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
         child = int(parent.stdout.readline())
         assert tree([parent.pid]) == {parent.pid, child}
-        with Memory({"all": [parent.pid], "child": [child]}, period=1) as memory:
-            pass
+        assert resident(parent.pid).shared == 64 * MIB
+        assert 16 * MIB <= resident(child).shared < 64 * MIB
+        assert 32 * MIB <= resident(child).private < 96 * MIB
+        both, alone = in_memory([parent.pid, child]), in_memory([parent.pid])
         parent.stdin.close()
-    assert 32 * MIB <= memory.start["child"] < 64 * MIB, "half of what both have"
-    assert 64 * MIB <= memory.start["all"] < 96 * MIB
+    assert alone >= 64 * MIB
+    assert 32 * MIB <= both - alone < 96 * MIB, "the file is not counted again"
 
 
 def test_a_process_that_vanishes_counts_nothing(holder):
@@ -111,7 +117,7 @@ def test_a_process_that_vanishes_counts_nothing(holder):
         taken = memory.samples
         while memory.samples < taken + 3:
             time.sleep(0.01)
-    assert proportional_bytes(holder.pid) == 0
+    assert resident(holder.pid) == (0, 0)
     assert tree([holder.pid]) == set()
     assert memory.peak == memory.start
 
@@ -119,7 +125,7 @@ def test_a_process_that_vanishes_counts_nothing(holder):
 def test_a_zombie_counts_nothing():
     process = subprocess.Popen([sys.executable, "-c", ""])
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-    assert proportional_bytes(process.pid) == 0
+    assert resident(process.pid) == (0, 0)
     process.wait()
 
 
