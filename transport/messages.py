@@ -174,7 +174,7 @@ class Fill(Message):
 
 class Await(Message):
     """Asks for the room's manifest and waits for it at the tier, at most ``seconds``. Replies ``Manifest``, or ``Moved``;
-    errors ``RoomFailed``, ``DeadlineExceeded``, ``DuplicateRoom`` (claimed by another reader), ``StaleEpoch``."""
+    errors ``RoomFailed``, ``PeerLost`` (its prefill worker died), ``DeadlineExceeded``, ``DuplicateRoom`` (claimed by another reader), ``StaleEpoch``."""
 
     epoch: str
     room: int

@@ -234,7 +234,7 @@ class RelayTier(Tier):
         if room.state != OPEN:
             raise ProtocolError("not an open room of this worker", room=request.room)
         if room.lost is not None:
-            self._fail(room, f"its memory node was lost: {room.lost}")
+            self._fail(room, PeerLost(f"its memory node was lost: {room.lost}", room=room.key[0], retryable=True))
             raise room.lost
         roots = self._check_commit(room, request)
         self._seal(room, roots)
@@ -268,7 +268,7 @@ class RelayTier(Tier):
             if isinstance(reply, IntegrityError):
                 self.table.disown(room.own)  # or every prompt that begins so would fail until they are evicted
             self._answer(room, m.failure(reply, room.seq))
-            self._fail(room, f"its move to a memory node failed: {reply}")
+            self._fail(room, RoomFailed(f"its move to a memory node failed: {reply}", room=room.key[0]))
             return
         waiter = self.waiters.pop(room.key, None)
         control = self.upstream.control(room.nodes[0])

@@ -45,6 +45,7 @@ from transport.security import Security, is_loopback
 from transport.status import serve_http
 from transport.tier import Tier
 from transport.upstream import Links
+from transport.wiping import Wiper
 from transport.worker_sockets import WorkerSockets, listen
 
 log = logging.getLogger("oasis.tier")
@@ -60,7 +61,8 @@ class TierOptions:
     preferred first. ``memory_nodes``: where what is committed here is moved to (see ``MemoryNodes``); empty: nowhere.
     ``accept_generated``: decode nodes may donate what they generate. ``keys``, ``allowed``: this node's secret key file, and the folder of
     the public keys of those that may connect and be connected to (see ``Security``); without them other hosts are served only with
-    ``allow_plaintext``. ``drain_seconds``: how long what is held may take to end after a SIGTERM; 0: no time."""
+    ``allow_plaintext``. ``drain_seconds``: how long what is held may take to end after a SIGTERM; 0: no time. ``zero_freed``: what freed
+    records hold is zeroed before they are written again (see ``Wiper``)."""
 
     local: str
     listen: str = "127.0.0.1:0"
@@ -75,6 +77,7 @@ class TierOptions:
     allowed: str = ""
     allow_plaintext: bool = False
     drain_seconds: float = 30.0
+    zero_freed: bool = False
     limits: TierLimits = field(default_factory=TierLimits)
 
 
@@ -138,6 +141,8 @@ class TierServer:
                 self.servers.append(self._serve(kind))
             self.control = self._bind()
             self.tier = self._make_tier(context)
+            if options.zero_freed:
+                self.tier.wiper = Wiper(self.arena.bytes, self.tier.totals)
             self.tier.serve(m.Donate, Donations(self.tier, self.arena.bytes).take if options.accept_generated else refuse)
             self.workers = WorkerSockets(self.tier, self.arena.fd, spawn=self._spawn, settled=self._flush)
             local = listen(options.local)

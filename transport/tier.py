@@ -21,7 +21,7 @@ import numpy as np
 
 from transport import messages as m
 from transport.dataplane import Endpoint
-from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, LayoutMismatch, OasisError, ProtocolError, RoomFailed, StaleEpoch
+from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, LayoutMismatch, OasisError, PeerLost, ProtocolError, RoomFailed, StaleEpoch
 from transport.layout import ArenaGeometry, KVLayout
 from transport.records import HASH_BYTES, RecordTable, split_hashes
 from transport.rooms import Key, Lease, Room, Session, TierLimits, Waiter
@@ -254,9 +254,9 @@ class Tier:
     def _abort(self, session, request: m.Abort) -> m.Reply:
         room = self.rooms.get((request.room, request.rank))
         if room is not None and room.session == session and room.manifest is None:
-            self._fail(room, request.reason, request.retryable)
+            self._fail(room, _given_up(request))
         elif room is None:
-            self._remember_failure((request.room, request.rank), request.reason, request.retryable)
+            self._remember_failure((request.room, request.rank), _given_up(request))
         return m.Ok(seq=request.seq)
 
     def _own_room(self, session, request) -> Room:
@@ -363,15 +363,15 @@ class Tier:
     def _orphan(self, room: Room, reason: str) -> None:
         """Whoever wrote it is gone."""
         if room.manifest is None:
-            self._fail(room, reason)
+            self._fail(room, PeerLost(reason, room=room.key[0], retryable=True))
 
-    def _fail(self, room: Room, reason: str, retryable: bool = False) -> None:
+    def _fail(self, room: Room, error: OasisError) -> None:
         self._drop(room)
         self.totals["rooms_failed"] += 1
-        self._remember_failure(room.key, reason, retryable)
+        self._remember_failure(room.key, error)
 
-    def _remember_failure(self, key: Key, reason: str, retryable: bool = False) -> None:
-        waiter, error = self.waiters.pop(key, None), RoomFailed(reason, room=key[0], retryable=retryable)
+    def _remember_failure(self, key: Key, error: OasisError) -> None:
+        waiter = self.waiters.pop(key, None)
         if waiter is not None:
             self.outbox.append((waiter.session, m.failure(error, waiter.seq)))
         else:
@@ -394,3 +394,7 @@ class Tier:
         if lease.key is not None:
             del self.leased_keys[lease.key]
         self.table.unhold(lease.records)
+
+
+def _given_up(request: m.Abort) -> RoomFailed:
+    return RoomFailed(request.reason, room=request.room, retryable=request.retryable)

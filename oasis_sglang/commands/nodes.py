@@ -36,6 +36,7 @@ def tier(
     grace_seconds: Annotated[float, typer.Option(help="How much longer records of a silent decode node stay.")] = 5.0,
     room_seconds: Annotated[float, typer.Option(help="How long a committed request waits for its decode node.")] = 120.0,
     drain_seconds: Annotated[float, typer.Option(help="After a SIGTERM, how long leases may take to end. A second one ends at once.")] = 30.0,
+    zero_freed: Annotated[bool, typer.Option(help="Zero what freed records hold before others get them.")] = False,
     keys: Annotated[str, typer.Option(help="This node's secret key file (`oasis keys create`).", show_default="none")] = "",
     allowed: Annotated[str, typer.Option(help="Folder of the public keys of the nodes that may connect (`oasis keys allow`).", show_default="none")] = "",
     allow_plaintext: Annotated[bool, typer.Option(help="Serve other hosts without encryption (trusted networks only).")] = False,
@@ -50,7 +51,7 @@ def tier(
     options = TierOptions(
         local=local or default_tier_socket(), listen=listen, http=http, arena_bytes=arena_bytes,
         planes=tuple(p for p in data_plane.replace(" ", "").split(",") if p), advertise=advertise, node=node, memory_nodes=memory_nodes,
-        accept_generated=accept_generated, drain_seconds=drain_seconds,
+        accept_generated=accept_generated, drain_seconds=drain_seconds, zero_freed=zero_freed,
         keys=keys, allowed=allowed, allow_plaintext=allow_plaintext, limits=TierLimits(lease_seconds, grace_seconds, room_seconds))
     run_or_refuse(lambda: serve(options))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 
 import msgspec
 import psutil
 
-from oasis_sglang.bench.meters import proportional_bytes
+from oasis_sglang.bench.meters import in_memory, tree
 from oasis_sglang.probes import get_json
 from oasis_sglang.stack import Stack
 
@@ -19,7 +20,7 @@ MORE_THREADS, MORE_FILES, MORE_MEMORY, MORE_MEMORY_SHARE = 24, 64, 256 << 20, 0.
 
 
 class Uses(msgspec.Struct, frozen=True):
-    """Of a server and all it started: threads, open descriptors, bytes of memory (proportional set size)."""
+    """Of a server and all it started: threads, open descriptors, bytes in memory (as ``in_memory`` counts them)."""
 
     threads: int
     files: int
@@ -66,17 +67,15 @@ def uses(stack: Stack) -> dict[str, Uses]:
     """By server. A process that ends meanwhile counts as nothing."""
     found = {}
     for name, server in stack.servers.items():
-        threads = files = memory = 0
-        try:
-            leader = psutil.Process(server.pid)
-            for process in (leader, *leader.children(recursive=True)):
-                try:
-                    threads, files, memory = threads + process.num_threads(), files + process.num_fds(), memory + proportional_bytes(process.pid)
-                except psutil.Error:
-                    continue
-        except psutil.NoSuchProcess:
+        threads = files = 0
+        processes = tree([server.pid])
+        for pid in processes:
+            with suppress(psutil.Error):
+                process = psutil.Process(pid)
+                threads, files = threads + process.num_threads(), files + process.num_fds()
+        if not processes:
             continue
-        found[name] = Uses(threads, files, memory)
+        found[name] = Uses(threads, files, in_memory(processes))
     return found
 
 

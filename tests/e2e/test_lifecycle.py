@@ -195,7 +195,7 @@ def test_prefill_killed_after_the_commit(fresh_stack, prompts, goldens, models, 
         # Without a commit there is nothing to admit: the client gets an error that names the peer, and nothing is kept.
         orphan = Post(stack.urls["decode"], body(stack, prompts[1], room=next_room(), max_new_tokens=4))
         answer = orphan.result(60)
-        assert answer.status == 500 and "127.0.0.1" in answer.text
+        assert answer.status == 503 and "127.0.0.1" in answer.text
         wait_for(lambda: not any(v for k, v in _without_prefill(stack).items()), "baseline")
 
 
@@ -207,10 +207,10 @@ def _without_prefill(stack):
 
 def test_prefill_killed_before_the_commit(fresh_stack, prompts, tmp_path):
     """Decode never admits, the error names the prefill worker, its half-written records are reclaimed."""
-    with fresh_stack("oasis", config={"await_seconds": 60.0}) as stack:
+    with fresh_stack("oasis", config={"await_seconds": 60.0, "on_failure": "fail"}) as stack:
         _, decode = pair(stack, prompts[8], max_new_tokens=4)
         wait_for(lambda: tier(stack)["inventory"]["rooms"] == 1 and tier(stack)["inventory"]["waiters"] == 1, "the room is open and awaited")
         stack.servers["prefill"].signal(signal.SIGKILL, group=True)
         answer = decode.result(60)
-        assert answer.status == 500 and "died before the commit" in answer.text
+        assert answer.status == 503 and "died before the commit" in answer.text
         wait_for(lambda: not any(_without_prefill(stack).values()), "baseline")

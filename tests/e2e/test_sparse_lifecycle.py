@@ -134,7 +134,8 @@ def test_retracted_requests_go_on_where_they_were(models, stacks, prompts, expec
 
 
 def test_a_tier_that_stops_takes_along_those_who_need_it_only(fresh_stack, prompts, expected):
-    with fresh_stack("oasis", config={"budget_tokens": BUDGET, "silence_seconds": 3.0, "read_seconds": 3.0}, prefill_flags=("--max-total-tokens", "20000"),
+    with fresh_stack("oasis", config={"budget_tokens": BUDGET, "silence_seconds": 3.0, "read_seconds": 3.0, "on_failure": "fail"},
+                     prefill_flags=("--max-total-tokens", "20000"),
                      decode_flags=("--max-total-tokens", "4000")) as stack:
         needs, fits = pair(stack, prompts[6], max_new_tokens=2000)[1], pair(stack, prompts[2], max_new_tokens=400)[1]
         wait_for(lambda: worker(stack, "decode")["working_sets"]["live"] == 2 and sets(stack)["steps"].get("steps", 0) > 0, "both run")

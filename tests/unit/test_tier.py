@@ -15,6 +15,7 @@ from transport.errors import (
     DeadlineExceeded,
     DuplicateRoom,
     LayoutMismatch,
+    PeerLost,
     ProtocolError,
     RoomFailed,
     StaleEpoch,
@@ -251,7 +252,7 @@ def test_a_dead_worker_fails_its_open_rooms_only(bench):
     bench.tier.disconnect("W1")
     bench.tier.disconnect("W1")
     [(session, error)] = bench.mail()
-    assert session == "R1" and isinstance(error, RoomFailed) and "W1" in error.message
+    assert session == "R1" and isinstance(error, PeerLost) and error.retryable and "W1" in error.message
     assert isinstance(bench.await_("R1", 1), m.Manifest)
     assert bench.inventory(writing=1, rooms=1, leases=1, workers=1) is True
 
@@ -567,7 +568,7 @@ class Chaos:
             assert reply.room == room and m.unpack(reply.roots, "u8").tolist() == self.promised[room]
             self.leases[reply.lease], self.owner[reply.lease] = (self.bench.now + LIMITS.lease_seconds, reply), session
         else:
-            assert isinstance(reply, (RoomFailed, DuplicateRoom, DeadlineExceeded, StaleEpoch)), reply
+            assert isinstance(reply, (RoomFailed, PeerLost, DuplicateRoom, DeadlineExceeded, StaleEpoch)), reply
 
     def check(self):
         tier, table = self.tier, self.tier.table
