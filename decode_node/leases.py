@@ -38,10 +38,11 @@ class LeaseKeeper:
         pause = min((link.welcome.lease_seconds / 3 for link in self.links.values() if link.welcome), default=1.0)
         self._renew_at = now + max(0.1, pause)
 
-    def release(self, link: TierLink, lease: int) -> None:
-        """Nothing of it is read any more. A link that ended needs no telling: there the lease runs out."""
+    def release(self, link: TierLink, lease: int, *, doubted: bool = False) -> None:
+        """Nothing of it is read any more. A link that ended needs no telling: there the lease runs out. ``doubted``: its bytes were wrong,
+        twice: without its records a prompt that begins so is published anew, with them each such prompt would fail."""
         if link.error is None:
-            link.request(m.Release, dict(leases=m.pack([lease], "u8")), lambda reply: None, deadline=time.monotonic() + self.silence)
+            link.request(m.Release, dict(leases=m.pack([lease], "u8"), doubted=doubted), lambda reply: None, deadline=time.monotonic() + self.silence)
 
     def _renewed(self, held: list[Pull], link: TierLink, sent: float, reply: m.Reply | OasisError) -> None:
         if isinstance(reply, OasisError):

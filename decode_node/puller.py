@@ -6,19 +6,18 @@ Before READY (``pull.py`` has the states) a request holds no KV page: decode adm
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import zmq
 
 from decode_node.destination import Destination
 from decode_node.donor import Donor
+from decode_node.inbox import Inbox
 from decode_node.leases import LeaseKeeper
 from decode_node.pull import AWAITING, DONE, FAILED, PULLING, READY, RESOLVING, SERVING, Event, Pull, PullLimits
 from decode_node.reader import Job, JobReader
@@ -26,7 +25,7 @@ from decode_node.rooms import RoomFinder
 from decode_node.tier_link import TierLink
 from transport import messages as m
 from transport.dataplane import DataPlane
-from transport.errors import CapacityError, DeadlineExceeded, Draining, OasisError, PeerLost, RoomFailed
+from transport.errors import CapacityError, DeadlineExceeded, Draining, IntegrityError, OasisError, PeerLost, RoomFailed
 from transport.layout import KVLayout
 from transport.security import Security
 from transport.staging import Staging
@@ -66,10 +65,8 @@ class Puller:
         self.rooms = RoomFinder(rank, limits, self.totals, self.leases, connect=self._link, found=self._found, fail=self._give_up, later=self._post)
         self.reader = JobReader(plane, staging, limits, self.totals, finished=self._finished, fail=self._give_up, guard=self._guard)
         self.donor = Donor(self.totals, limits.silence_seconds)
-        self._inbox: list[tuple] = []
-        self._inbox_lock = threading.Lock()
+        self._inbox = Inbox()
         self._context = zmq.Context()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._resolving: dict[str, list[Pull]] = {}
         self._unwanted: dict[Pull, OasisError] = {}  # refused once their tiers can be told: prefill's records would wait for them
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="oasis-resolve")
@@ -150,16 +147,14 @@ class Puller:
         self.reader.close()
 
     def _post(self, work, *args) -> None:
-        with self._inbox_lock:
-            self._inbox.append((work, *args))
-        os.eventfd_write(self._wake, 1)
+        self._inbox.put(work, *args)
 
     # -- the loop -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._stop:
             poller = zmq.Poller()
-            poller.register(self._wake, zmq.POLLIN)
+            poller.register(self._inbox, zmq.POLLIN)
             for link in self.links.values():
                 poller.register(link.socket, zmq.POLLIN)
             poller.poll(BUSY_POLL_SECONDS * 1000 if self.reader.busy else IDLE_SECONDS * 1000)
@@ -169,13 +164,10 @@ class Puller:
                 log.exception("puller step failed")
                 self.totals["internal_errors"] += 1
                 time.sleep(0.05)
+        self._inbox.close()
 
     def _step(self, now: float) -> None:
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
-        with self._inbox_lock:
-            inbox, self._inbox = self._inbox, []
-        for work, *args in inbox:
+        for work, *args in self._inbox.take():
             self._guard(next((a for a in args if isinstance(a, Pull)), None), work, *args)
         for link in list(self.links.values()):
             self._guard(None, link.process, now)
@@ -389,7 +381,7 @@ class Puller:
             self._report(pull)
         self.live.discard(pull)
         if pull.manifest is not None:
-            self.leases.release(pull.link, pull.manifest.lease)
+            self.leases.release(pull.link, pull.manifest.lease, doubted=isinstance(pull.error, IntegrityError))
 
     def _report(self, pull: Pull) -> None:
         name = pull.rid or str(pull.room)

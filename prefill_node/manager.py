@@ -8,12 +8,15 @@ the commit. Sources: ``sglang/srt/disaggregation/common/conn.py`` (bases), ``pre
 from __future__ import annotations
 
 import ctypes
+import hmac
 import logging
-import socket
+import os
+import secrets
 import uuid
 
 import msgspec
 import numpy as np
+import psutil
 import requests
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import KVPoll
@@ -25,9 +28,13 @@ from prefill_node import publisher as p
 from prefill_node.query_tap import QueryTap
 from prefill_node.restore import Restorer
 from transport.errors import ConfigError, ProtocolError, RoomFailed
-from transport.peer_row import PeerRow, decode_peer_row
+from transport.peer_row import TOKEN_ENV, TOKEN_HEADER, PeerRow, decode_peer_row
+from transport.security import is_loopback
 
 log = logging.getLogger("oasis.prefill")
+
+REGISTRATIONS = ("/route", "/register_dp_rank")
+"""SGLang's own, which have no token."""
 
 
 class OasisPrefillManager(CommonKVManager):
@@ -65,7 +72,7 @@ class OasisPrefillManager(CommonKVManager):
         else:
             host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bootstrap_host, self.bootstrap_host)
         url = f"{NetworkAddress(host, self.bootstrap_port).to_url()}/oasis/peer"
-        response = requests.put(url, json=row, timeout=5)
+        response = requests.put(url, json=row, headers={TOKEN_HEADER: os.environ.get(TOKEN_ENV, "")}, timeout=5)
         if response.status_code != 200:
             raise ConfigError(f"the bootstrap server refused this rank: {response.text}", peer=url)
 
@@ -148,20 +155,32 @@ class OasisSender(CommonKVSender):
 class OasisBootstrapServer(CommonKVBootstrapServer):
     """SGLang's bootstrap server plus one row per prefill rank: where its tier is and how its KV looks.
 
-    Only this host's ranks register, unless the worker spans several. A row that names another tier is still no way to it: decode nodes
-    with keys connect to those on their own list alone (``transport.security``)."""
+    Only this worker's own processes register, unless it spans several hosts: whoever else is on this one could send decode nodes elsewhere.
+    A row that names another tier is no way to it where there are keys: decode nodes then connect to those on their own list alone
+    (``transport.security``)."""
 
     def _setup_routes(self):
         super()._setup_routes()
         self.several_hosts = get_server_args().nnodes > 1
+        self.token = os.environ.setdefault(TOKEN_ENV, secrets.token_hex(16)).encode()
         self.peers: dict[tuple[int, int], PeerRow] = {}
+        self.app.middlewares.append(self._ranks_of_this_host)
         self.app.router.add_put("/oasis/peer", self._put_peer)
         self.app.router.add_get("/oasis/peer", self._get_peer)
 
-    async def _put_peer(self, request: web.Request) -> web.Response:
-        if not (self.several_hosts or _is_this_host(request.remote)):
+    @web.middleware
+    async def _ranks_of_this_host(self, request: web.Request, handler) -> web.StreamResponse:
+        """SGLang takes registrations with it from anywhere, and the first one says where prompts that are computed again are sent."""
+        if request.method != "GET" and request.path in REGISTRATIONS and not (self.several_hosts or _is_this_host(request.remote)):
             log.warning("a registration from %s was refused: no rank of this worker is there", request.remote)
             return web.Response(status=403, text="ranks of this worker register from its own host")
+        return await handler(request)
+
+    async def _put_peer(self, request: web.Request) -> web.Response:
+        shown = request.headers.get(TOKEN_HEADER, "").encode(errors="replace")
+        if not (self.several_hosts or (_is_this_host(request.remote) and hmac.compare_digest(shown, self.token))):
+            log.warning("a registration from %s was refused: that is no rank of this worker", request.remote)
+            return web.Response(status=403, text="only ranks of this worker, on its own host, register here")
         try:
             row = decode_peer_row(await request.read(), peer=str(request.remote))
         except ProtocolError as error:
@@ -182,10 +201,6 @@ class OasisBootstrapServer(CommonKVBootstrapServer):
 
 
 def _is_this_host(address: str) -> bool:
-    """Whether an address that a connection came from is one of ours, whichever."""
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
+    """Whether an address that a connection came from is one of ours, whichever. Not by binding it: a kernel may allow that of any address."""
+    address = address.removeprefix("::ffff:")
+    return is_loopback(address) or any(address == one.address for found in psutil.net_if_addrs().values() for one in found)

@@ -360,7 +360,8 @@ class Publisher:
     def _lost(self, error: OasisError) -> None:
         """Every uncommitted publication is void: the tier that reserved its records is gone."""
         self.client.close()
-        self._orphans += [pub.room for pub in self.live]
+        # Of readers that still wait; more could come while a tier stays away than it remembers.
+        self._orphans = [*self._orphans, *(pub.room for pub in self.live)][-MAX_LIVE:]
         for pub in list(self.live):
             self._fail(pub, error)
         self._waiting.clear()

@@ -18,7 +18,7 @@ import torch
 
 from prefill_node.pages import PageSource
 from transport import messages as m
-from transport.errors import OasisError
+from transport.errors import IntegrityError, OasisError
 from transport.integrity import verify_records
 from transport.pace import Pace
 from transport.records import HASH_BYTES
@@ -96,7 +96,7 @@ class Restorer:
             self.totals["restores_gone"] += 1
             self.forget()
         if held.lease:
-            self._call(m.Release, epoch=self.client.welcome.epoch, leases=m.pack([held.lease], "u8"))
+            self._call(m.Release, epoch=self.client.welcome.epoch, leases=m.pack([held.lease], "u8"), doubted=isinstance(failure, IntegrityError))
         if failure is not None:
             self._rest(failure)
         if failure is not None or not complete:

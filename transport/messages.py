@@ -20,7 +20,7 @@ from transport.dataplane import Endpoint
 from transport.errors import OasisError, ProtocolError, from_wire
 from transport.layout import ArenaGeometry, KVLayout
 
-PROTOCOL = 4
+PROTOCOL = 5
 MAX_MESSAGE = 64 << 20
 """Bytes of one message at most: a manifest of a million tokens is about 1.5 MB."""
 MAX_READER_MESSAGE = 1 << 20
@@ -221,10 +221,12 @@ class Renewed(Message):
 
 
 class Release(Message):
-    """Ends leases. Idempotent: an unknown lease is no error. One of another session is: ``ProtocolError``, and none has ended."""
+    """Ends leases. Idempotent: an unknown lease is no error. One of another session is: ``ProtocolError``, and none has ended.
+    ``doubted``: what was read under them was not what was published, so nobody else is to find these records."""
 
     epoch: str
     leases: bytes
+    doubted: bool = False
 
 
 class Cancel(Message):

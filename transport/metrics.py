@@ -14,6 +14,7 @@ _TOTALS = {
     "rooms_cancelled": "Rooms that their decode worker no longer wanted.",
     "rooms_expired": "Committed rooms that no decode worker claimed in time.",
     "leases_released": "Leases ended by their reader.",
+    "records_doubted": "Cached records that are found no more, since a reader got other bytes than were published.",
     "leases_expired": "Leases that ran out: their reader died or stalled.",
     "pages_fresh": "Prompt pages that had to be written.",
     "pages_reused": "Prompt pages found in the tier by content hash.",
@@ -38,7 +39,7 @@ _TOTALS = {
     "fills_failed": "Attempts to fill a room that failed.",
     "mover_restarts": "Processes that move records started again after one ended.",
     "records_zeroed": "Freed records whose bytes were zeroed (zero_freed).",
-    "refused": "Requests answered with an error.",
+    "refused": "Requests answered with an error, and what was no request.",
     "internal_errors": "Faults of ours caught while a request was handled.",
     "data_plane_restarts": "Data plane processes started again after one ended.",
 }

@@ -10,6 +10,8 @@ from transport.layout import KVLayout
 MAX_ROW_BYTES = 64 << 10
 """Of JSON."""
 MAX_RANK = 1 << 12
+TOKEN_ENV, TOKEN_HEADER = "OASIS_REGISTRATION", "Oasis-Registration"
+"""Where the processes of one worker inherit a secret of theirs, and where a rank shows it when it registers."""
 
 
 class PeerRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

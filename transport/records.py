@@ -145,12 +145,12 @@ class RecordTable:
                 self._by_hash[digest] = record
                 self._hash_of[record] = digest
 
-    def disown(self, records: np.ndarray) -> None:
-        """Their bytes are not what was published: they are found no more, and free once nobody holds them."""
-        for record in records.tolist():
-            digest = self._hash_of.pop(record, None)
-            if digest is not None:
-                del self._by_hash[digest]
+    def disown(self, records: np.ndarray) -> int:
+        """Their bytes are not what was published: they are found no more, and free once nobody holds them. Returns how many were found."""
+        digests = [self._hash_of.pop(record) for record in records.tolist() if record in self._hash_of]
+        for digest in digests:
+            del self._by_hash[digest]
+        return len(digests)
 
     def unhold(self, records: np.ndarray) -> None:
         """One holder less each. A record without holders becomes cached if it has a hash and is sealed, else free."""

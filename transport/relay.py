@@ -77,11 +77,11 @@ class Relayed(WaitingRoom):
 
 @dataclass
 class Redirect:
-    """``told``: a reader was sent there, so the room's number may be used again."""
+    """``reader``: the session that was sent there, None: nobody yet. Once one was the room's number may be used again."""
 
     address: str
     expires: float
-    told: bool
+    reader: object | None
 
 
 class RelayTier(Tier):
@@ -148,7 +148,7 @@ class RelayTier(Tier):
 
     def _open(self, session, request: m.Open) -> None:
         hashes, key = self._check_open(request), (request.room, request.rank)
-        if key in self.redirects and not self.redirects[key].told:
+        if key in self.redirects and self.redirects[key].reader is None:
             raise DuplicateRoom("the bootstrap room is in use", room=request.room, peer=self.redirects[key].address)
         pages = len(hashes) + request.private
         order = self.nodes.order(placement_key(hashes, request.room, self.layout.block_tokens))
@@ -272,7 +272,7 @@ class RelayTier(Tier):
             return
         waiter = self.waiters.pop(room.key, None)
         control = self.upstream.control(room.nodes[0])
-        self.redirects[room.key] = Redirect(room.nodes[0], self.clock() + self.limits.room_seconds, waiter is not None)
+        self.redirects[room.key] = Redirect(room.nodes[0], self.clock() + self.limits.room_seconds, waiter and waiter.session)
         if waiter is not None:
             self.outbox.append((waiter.session, m.Moved(seq=waiter.seq, control=control)))
         self.totals["rooms_committed"] += 1
@@ -288,12 +288,16 @@ class RelayTier(Tier):
         redirect = self.redirects.get((request.room, request.rank))
         if redirect is None or (request.room, request.rank) in self.rooms:
             return super()._await(session, request)
-        redirect.told = True
+        if redirect.reader is None:
+            redirect.reader = session
         return m.Moved(seq=request.seq, control=self.upstream.control(redirect.address))
 
     def _cancel(self, session, request: m.Cancel) -> m.Reply:
         key = (request.room, request.rank)
-        redirect = self.redirects.pop(key, None)
+        redirect = self.redirects.get(key)
+        if redirect is not None and key not in self.rooms and redirect.reader not in (None, session):
+            return m.Ok(seq=request.seq)  # another reader was sent there; this one was refused
+        self.redirects.pop(key, None)
         if redirect is not None and key not in self.rooms:
             self.upstream.ask(redirect.address, m.Cancel, dict(room=key[0], rank=key[1]), _ignore, ASK_SECONDS)
             self.totals["rooms_cancelled"] += 1

@@ -107,9 +107,11 @@ class TierServer:
         if not options.planes:
             raise ConfigError("--data-plane needs at least one of nixl, zmq")
         self.security = Security.load(options.keys, options.allowed, options.allow_plaintext)
-        if self.security.keys is None and not (is_loopback(self.host) or options.allow_plaintext):
-            raise ConfigError(f"--listen {self.host} serves other hosts without encryption or authentication: give it --keys and --allowed "
-                              "(`oasis keys`), or on a trusted network --allow-plaintext")
+        # The control plane listens at the one, the data plane at the other.
+        for option, host in (("--listen", self.host), ("--advertise", self.advertise)):
+            if self.security.keys is None and not (is_loopback(host) or options.allow_plaintext):
+                raise ConfigError(f"{option} {host} serves other hosts without encryption or authentication: give it --keys and --allowed "
+                                  "(`oasis keys`), or on a trusted network --allow-plaintext")
         if self.host in ("0.0.0.0", "::") and not options.advertise:
             raise ConfigError("--listen on every interface needs --advertise HOST: readers must be told one address")
         self.nodes = MemoryNodes(options.memory_nodes) if options.memory_nodes else None
@@ -188,6 +190,7 @@ class TierServer:
             context.term()
             for server in self.servers:
                 server.close()
+            self.arena.close()
             log.info("tier %s stopped", self.epoch[:8])
 
     def stop(self) -> None:
@@ -261,6 +264,7 @@ class TierServer:
             head, *rest = await self.router.recv_multipart(copy=False)
             identity, frames = head.bytes, [frame.bytes for frame in rest]
             if len(frames) != 1:
+                self.tier.totals["refused"] += 1
                 continue
             seq = 0
             try:

@@ -60,7 +60,7 @@ class Tier:
         self.leases: dict[int, Lease] = {}
         self.leased_keys: dict[Key, int] = {}
         self.waiters: dict[Key, Waiter] = {}
-        self.failed: dict[Key, tuple[RoomFailed, float]] = {}
+        self.failed: dict[Key, tuple[OasisError, float]] = {}
         self.cancelled: dict[Key, float] = {}
         self.outbox: list[tuple[object, m.Reply]] = []
         self.totals: Counter[str] = Counter()
@@ -276,7 +276,7 @@ class Tier:
             return self._claim(session, room, request.seq)
         if room is None and key in self.failed:
             error, _ = self.failed[key]
-            raise RoomFailed(error.message, room=request.room, retryable=error.retryable)
+            raise type(error)(error.message, room=request.room, retryable=error.retryable)  # as who waited was told
         if key in self.cancelled or (room is not None and room.cancelled):
             raise RoomFailed("a reader cancelled the room", room=request.room)
         seconds = request.seconds if request.seconds > 0 else 0.0  # not max(): it would let NaN through
@@ -331,9 +331,12 @@ class Tier:
 
     def _release(self, session, request: m.Release) -> m.Reply:
         for number in self._own_leases(session, request):
-            if number in self.leases:
-                self._end_lease(number)
-                self.totals["leases_released"] += 1
+            if number not in self.leases:
+                continue
+            if request.doubted:
+                self.totals["records_doubted"] += self.table.disown(self.leases[number].records)
+            self._end_lease(number)
+            self.totals["leases_released"] += 1
         return m.Ok(seq=request.seq)
 
     def _cancel(self, session, request: m.Cancel) -> m.Reply:
@@ -385,8 +388,7 @@ class Tier:
 
     def _forget(self, room: Room) -> None:
         del self.rooms[room.key]
-        session = self.sessions.get(room.session)
-        if session is not None:
+        if (session := self.sessions.get(room.session)) is not None:
             session.rooms.discard(room.key)
 
     def _end_lease(self, number: int) -> None:

@@ -91,6 +91,7 @@ class WorkerSockets:
             self.tier.disconnect(session)
             self.settled()
         for end in ends:
+            self.tier.totals["refused"] += isinstance(end, ProtocolError)
             if isinstance(end, (ProtocolError, OSError)):
                 if not isinstance(end, ConnectionError):  # OSError: it sends Hello without end and reads no answer
                     log.warning("worker connection dropped: %s", end)

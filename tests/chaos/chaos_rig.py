@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import email.utils
 import itertools
+import mmap
 import os
 import random
 import threading
@@ -31,6 +33,7 @@ ROWS = os.environ.get("OASIS_CHAOS_OUT", "")
 
 clock = since(time.monotonic())
 _rooms = itertools.count(random.getrandbits(40) << 20)
+_beginnings = itertools.count(1)
 
 
 def next_room() -> int:
@@ -74,9 +77,22 @@ def answered(asking: Asking, expected: Sequence[int] | None = None, seconds: flo
         assert outcome.equal, (asking.ids, expected)
 
 
+def unseen(prompt: Sequence[int]) -> list[int]:
+    """It with another beginning than any before: no cache holds a block of it."""
+    return [*prompt[(at := next(_beginnings)) : at + 16], *prompt]
+
+
 def flush(stack: Stack) -> None:
     """Decode keeps nothing of earlier requests: the next one has to read."""
     urllib.request.urlopen(urllib.request.Request(f"{stack.urls['decode']}/flush_cache?timeout=30", method="POST"), timeout=60).read()
+
+
+def flip_bits(stack: Stack) -> None:
+    """In each kilobyte of the arena, behind the tier's back."""
+    arena = next(link for link in Path(f"/proc/{stack.servers['tier'].pid}/fd").iterdir() if "/memfd:oasis-arena" in os.readlink(link))
+    with arena.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        for at in range(0, len(memory), 1024):
+            memory[at] ^= 1
 
 
 def inventory(stack: Stack) -> dict:
@@ -102,6 +118,13 @@ def status_of(url: str) -> tuple[int, str]:
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def wall_time(stack: Stack, name: str) -> float:
+    """What the server thinks that it is, as seconds since 1970."""
+    path = "/readyz" if name == "tier" else "/health"
+    with urllib.request.urlopen(stack.urls[name] + path, timeout=20) as reply:
+        return email.utils.parsedate_to_datetime(reply.headers["Date"]).timestamp()
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> float:

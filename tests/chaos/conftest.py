@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +49,24 @@ def hold(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def running_stack(model, hold, tmp_path_factory) -> Iterator[Stack]:
+def wall_clock(tmp_path_factory) -> Path:
+    """By how much the wall clock of all servers is off: a float64, in seconds."""
+    file = tmp_path_factory.mktemp("clock") / "offset"
+    file.write_bytes(struct.pack("d", 0.0))
+    return file
+
+
+@pytest.fixture(scope="session")
+def running_stack(model, hold, wall_clock, tmp_path_factory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("chaos")
     spec = StackSpec(
         "oasis", model, arena_bytes=40 << 20, max_total_tokens=12_000, prefill_flags=("--chunked-prefill-size", "1024"),
         config={"budget_tokens": BUDGET, "tail_tokens": TAIL, "silence_seconds": SILENCE, "read_seconds": SILENCE, "await_seconds": 30.0,
                 "reserve_seconds": RESERVE, "recompute_seconds": 20.0, "drain_seconds": DRAIN, "host_cache_bytes": 256 << 20, "hold_reads_file": str(hold)},
         tier_flags=("--lease-seconds", str(LEASE), "--grace-seconds", str(GRACE), "--room-seconds", "12", "--drain-seconds", "20"))
-    with Processes(log=folder / "zygote.log", env=import_environment()) as processes, Stack(spec, processes, run_dir=folder, progress=print) as stack:
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH"))))
+    environment = import_environment() | {"PYTHONPATH": path, "OASIS_TEST_CLOCK": str(wall_clock)}
+    with Processes(log=folder / "zygote.log", env=environment) as processes, Stack(spec, processes, run_dir=folder, progress=print) as stack:
         yield stack
 
 

@@ -7,6 +7,7 @@ reason, or is computed anew, as its failure policy says; it is never answered wi
 from __future__ import annotations
 
 import signal
+import struct
 import time
 
 import pytest
@@ -20,6 +21,7 @@ from chaos_rig import (
     answered,
     at_rest,
     ended,
+    flip_bits,
     flush,
     inventory,
     next_room,
@@ -30,7 +32,9 @@ from chaos_rig import (
     started,
     status_of,
     totals,
+    unseen,
     wait_for,
+    wall_time,
 )
 
 from oasis_sglang.prompts import library_text
@@ -63,7 +67,7 @@ def serves(stack, prompts, expected) -> None:
 def test_the_tier_is_killed_and_comes_back_on_the_same_ports(stack, prompts, expected):
     needs, fits = pair(stack, prompts.selects, LONG)[1], pair(stack, prompts.fits, STEADY)[1]
     running(stack, 2)
-    uncommitted = pair(stack, prompts.slow, 4)
+    uncommitted = pair(stack, unseen(prompts.slow), 4)
     wait_for(lambda: inventory(stack)["rooms"] > 0, "a prompt is being computed")
     pids = {name: stack.servers[name].pid for name in ("prefill", "decode")}
     lost, epoch = totals(stack, "decode").get("links_lost", 0), baseline.tier(stack)["epoch"]
@@ -120,7 +124,7 @@ def test_the_tier_stops_for_longer(stack, prompts, expected):
 def test_prefill_is_killed_before_the_commit(stack, prompts, expected):
     fits = pair(stack, prompts.fits, STEADY)[1]
     running(stack)
-    _, waits = pair(stack, prompts.slow, 4)
+    _, waits = pair(stack, unseen(prompts.slow), 4)
     wait_for(lambda: inventory(stack)["rooms"] == 1 and inventory(stack)["waiters"] == 1, "the room is open and awaited")
     assert inventory(stack)["writing"] > 0
     blow = Blow("prefill killed before the commit", "SIGKILL to prefill while it computes, restart on the same ports")
@@ -197,6 +201,53 @@ def test_a_full_arena_holds_back_and_then_refuses(stack, prompts, expected, hold
     at_rest(stack)
     assert blow.restored(*fillers, refused[1]).recovered == 2
     answered(pair(stack, prompts.more, 4)[1])
+
+
+def test_records_that_are_damaged_in_the_arena(stack, prompts, expected, hold):
+    """Whoever reads them notices, and has their prompt computed again: not from these records, or each prompt that begins so would fail."""
+    flush(stack)
+    hold.touch()
+    fits, needs = pair(stack, prompts.fits, 64)[1], pair(stack, prompts.selects, 100)[1]
+    wait_for(lambda: inventory(stack)["leases"] == 2, "both are claimed")
+    before, doubted = totals(stack, "decode"), totals(stack, "tier").get("records_doubted", 0)
+    blow = Blow("arena damaged", "a bit of every kilobyte of the tier's arena is flipped")
+    flip_bits(stack)
+    hold.unlink()
+    wait_for(lambda: totals(stack, "decode").get("reads_damaged", 0) > before.get("reads_damaged", 0), "decode noticed")
+    blow.noticed()
+    answered(fits, expected["fits"])
+    answered(needs)
+    at_rest(stack)
+    assert blow.restored(fits, needs).recovered == 2
+    assert totals(stack, "decode")["recomputed"] >= before.get("recomputed", 0) + 2 and totals(stack, "tier")["records_doubted"] > doubted
+    serves(stack, prompts, expected)
+
+
+@pytest.mark.parametrize("seconds", [3 * 86400.0, -3 * 86400.0])
+def test_the_wall_clock_jumps(stack, prompts, expected, wall_clock, seconds):
+    """Deadlines, leases and heartbeats are of the monotonic clock."""
+    needs, fits, begun = pair(stack, prompts.selects, 200)[1], pair(stack, prompts.fits, STEADY)[1], pair(stack, unseen(prompts.slow), 4)[1]
+    running(stack)
+    before = {name: totals(stack, name) for name in ("tier", "decode")}
+    blow = Blow("clock jump", f"the wall clock of all servers jumps by {seconds / 86400:+g} days")
+    blow.row.must_notice = False
+    wall_clock.write_bytes(struct.pack("d", seconds))
+    try:
+        for name in ("tier", "prefill", "decode"):
+            wait_for(lambda name=name: abs(wall_time(stack, name) - time.time() - seconds) < 3600, f"{name} shows another time")
+        answered(fits)
+        assert fits.ids[:64] == expected["fits"][:64]
+        answered(needs)
+        answered(begun)
+        serves(stack, prompts, expected)
+        time.sleep(LEASE)
+        for name, of in (("tier", "leases_expired"), ("tier", "rooms_expired"), ("decode", "links_lost"), ("decode", "recomputes"), ("decode", "failed")):
+            assert totals(stack, name).get(of, 0) == before[name].get(of, 0), of
+        at_rest(stack)
+        assert blow.restored(needs, fits, begun).recovered == 3
+    finally:
+        wall_clock.write_bytes(struct.pack("d", 0.0))
+    serves(stack, prompts, expected)
 
 
 def test_the_same_room_twice(stack, prompts, expected, hold):
@@ -288,7 +339,7 @@ def test_a_decode_node_that_is_told_to_go_hands_its_leases_back(stack, prompts, 
 
 
 def test_a_prefill_node_that_is_told_to_go_finishes_what_it_began(stack, prompts, expected):
-    _, begun = pair(stack, prompts.slow, 8)
+    _, begun = pair(stack, unseen(prompts.slow), 8)
     wait_for(lambda: inventory(stack)["rooms"] + inventory(stack)["leases"] > 0, "it is being computed")
     blow = Blow("prefill drained", "SIGTERM to prefill, restart on the same ports")
     stack.servers["prefill"].signal(signal.SIGTERM)

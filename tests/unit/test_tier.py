@@ -323,6 +323,25 @@ def test_an_endless_wait_is_cut(bench):
     assert len(bench.mail()) == 1
 
 
+def test_doubted_records_are_found_no_more(bench):
+    bench.publish("W1", 1, [digest(3)], roots=[3])
+    bench.open("W1", 7, [digest(1), digest(2)], private=1)
+    bench.commit("W1", 7, 3)
+    first = bench.await_("R1", 7)
+    bench.open("W1", 8, [digest(1), digest(4)])
+    bench.commit("W1", 8, 2)
+    second = bench.await_("R1", 8)
+    bench.do("R1", m.Release, leases=m.pack([first.lease], "u8"), doubted=True)
+    assert bench.tier.totals["records_doubted"] == 2
+    assert bench.inventory(leased=2, cached=1, leases=1) is True, "another has them until it notices itself"
+    assert bench.open("W1", 9, [digest(1), digest(2), digest(3), digest(4)]).fresh == b"\1\1\0\0"
+    bench.commit("W1", 9, 4)
+    bench.do("R1", m.Release, leases=m.pack([second.lease], "u8"))
+    assert bench.inventory(leased=4, cached=0, leases=0, rooms=1) is True
+    again = m.unpack(bench.lookup("R1", [digest(1), digest(2)]).records, "u4").tolist()
+    assert again == m.unpack(bench.await_("R1", 9).records, "u4").tolist()[:2], "those that were published anew"
+
+
 def test_a_lease_lives_by_renewal_and_ends_after_grace(bench):
     bench.open("W1", 7, [digest(1)])
     bench.commit("W1", 7, 1)
