@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from oasis_sglang.commands import bench, calibrate, demo, keys, nodes, plan, soak, study, test, top, up
+from oasis_sglang.commands import bench, calibrate, demo, doctor, keys, nodes, plan, soak, study, test, top, up
 
 app = typer.Typer(
     help="Prefill/decode disaggregation for SGLang with the KV cache in a capacity tier.",
@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for module in (demo, up, bench, top, calibrate, study, plan, soak, test, keys, nodes):
+for module in (demo, up, bench, top, calibrate, study, plan, soak, test, doctor, keys, nodes):
     module.register(app)
 
 
