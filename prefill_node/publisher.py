@@ -382,7 +382,7 @@ class Publisher:
         # Readers already wait for these rooms at the new incarnation, which has never heard of them.
         try:
             while self._orphans:
-                self.client.call(m.Abort, room=self._orphans[-1], rank=self.rank, reason="the tier restarted before the commit")
+                self.client.call(m.Abort, room=self._orphans[-1], rank=self.rank, reason="the tier restarted before the commit", retryable=True, lost=True)
                 self._orphans.pop()
         except OasisError as error:
             self._lost(error)

@@ -97,7 +97,9 @@ class RelayTier(Tier):
 
     def inventory(self) -> dict[str, int]:
         now, moves = super().inventory(), sum(room.state == FILLING for room in self.rooms.values())
-        return {**now, "held": now["held"] + self.fetches.held, "moves": moves, "fetches": len(self.fetches.live), "redirects": len(self.redirects)}
+        untold = sum(redirect.reader is None for redirect in self.redirects.values())
+        return {**now, "held": now["held"] + self.fetches.held, "moves": moves, "fetches": len(self.fetches.live), "redirects": len(self.redirects),
+                "untold": untold}
 
     def moved(self, ended: Ended) -> None:
         """The mover no longer writes to the records of a fetch."""

@@ -398,5 +398,5 @@ class Tier:
         self.table.unhold(lease.records)
 
 
-def _given_up(request: m.Abort) -> RoomFailed:
-    return RoomFailed(request.reason, room=request.room, retryable=request.retryable)
+def _given_up(request: m.Abort) -> OasisError:
+    return (PeerLost if request.lost else RoomFailed)(request.reason, room=request.room, retryable=request.retryable)

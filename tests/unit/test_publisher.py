@@ -504,7 +504,7 @@ def test_a_publication_that_never_ended_is_dropped_with_its_worker(worlds):
     until(lambda: pub.state == OPEN and waiting.state == "awaiting")
     world.prefill.close()
     until(lambda: waiting.state == "failed")
-    assert isinstance(waiting.error, RoomFailed) and "died before the commit" in str(waiting.error)
+    assert isinstance(waiting.error, PeerLost) and "died before the commit" in str(waiting.error)
     until(world.tier_at_baseline)
 
 

@@ -124,6 +124,7 @@ class Rig:
         self.node.prebuild()
 
     def close(self) -> None:
+        self.recovery.recomputer.close()
         self.worker.close()
 
 
@@ -497,6 +498,7 @@ def test_a_record_that_stays_damaged_is_computed_again_and_its_bytes_are_right(w
         assert world.arrived(source, target, 40) and rows == [row_of(req.bootstrap_room)]
         assert isinstance(req.oasis.pulls[0].error, IntegrityError) and len(req.oasis.pulls) == 2 and recovery.totals["recomputed"] == 1
         receiver.clear()
+        recovery.recomputer.close()
         world.settle()
     finally:
         worker.close()
@@ -592,4 +594,5 @@ def test_sglangs_request_gives_all_back_and_starts_over(nodes, monkeypatch):
     with pytest.raises(KVTransferError):
         queued[0].failure_exception()
     assert list(req.output_ids) == [11]
+    recovery.recomputer.close()
     node.at_baseline()

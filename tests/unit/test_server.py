@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from hostile_rig import frames_of, seeds
 from node_rig import FINGERPRINT, ROW, LocalTier, small_layout, until
 
 from transport import messages as m
@@ -184,7 +185,7 @@ def test_a_killed_worker_fails_its_open_room_and_keeps_its_committed_one(tier, r
         until(lambda: tier.inventory()["waiters"] == 1)
         worker.send_signal(signal.SIGKILL)
         reply = m.decode_reply(reader.socket.recv())
-        assert reply.seq == 2 and reply.code == "RoomFailed" and "victim" in reply.message and reply.room == 1
+        assert reply.seq == 2 and reply.code == "PeerLost" and "victim" in reply.message and reply.room == 1
         manifest = reader.ask(m.Await, epoch=epoch, room=2, rank=0, seconds=1.0)
         assert manifest.prompt_tokens == 8
         reader.ask(m.Release, epoch=epoch, leases=m.pack([manifest.lease], "u8"))
@@ -196,24 +197,15 @@ def test_a_killed_worker_fails_its_open_room_and_keeps_its_committed_one(tier, r
         worker.stdout.close()
 
 
-def frames(seed: int) -> list[bytes]:
-    rng = np.random.default_rng(seed)
-    good = m.encode(m.Ping(seq=1))
-    return [
-        b"", b"\0", struct.pack("<I", 0), struct.pack("<I", 0xFFFFFFFF), struct.pack("<I", m.MAX_MESSAGE + 1) + bytes(100),
-        struct.pack("<I", 100) + bytes(5), struct.pack("<I", 64) + rng.bytes(64), rng.bytes(1000),
-        struct.pack("<I", len(good)) + good[:-1] + b"\xc1", struct.pack("<I", len(good)) + good + rng.bytes(7),
-    ]
-
-
 def test_garbage_on_the_unix_socket_costs_only_its_sender(tier, client):
-    for raw in [frame for seed in range(5) for frame in frames(seed)]:
+    for raw in [frame for _, rng in seeds(5, 0) for frame in frames_of(m.encode(m.Ping(seq=1)), m.MAX_MESSAGE, rng)]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(tier.path)
             sock.sendall(raw)
     assert isinstance(client.call(m.Ping), m.Ok)
     until(lambda: tier.inventory()["workers"] == 1)
     until(lambda: len(tier.server.connections) == 1, "the connections are closed")
+    assert tier.server.tier.totals["refused"] >= 5 * 5, "lengths and messages that cannot be are counted"
 
 
 def test_a_worker_that_never_reads_its_answers_costs_only_itself(tier, client):
@@ -240,9 +232,9 @@ def test_garbage_from_a_reader_is_answered_and_counted(tier, client, reader):
         reader.socket.send(raw)
         reply = m.decode_reply(reader.socket.recv())
         assert reply.code == "ProtocolError"
-    reader.socket.send_multipart([b"two", b"frames"])  # ignored
+    reader.socket.send_multipart([b"two", b"frames"])  # counted, not answered
     assert reader.hello().epoch == tier.server.epoch
-    assert tier.server.tier.totals["refused"] == 5 and tier.alive
+    assert tier.server.tier.totals["refused"] == 6 and tier.alive
 
 
 @pytest.mark.parametrize("make, fields", [

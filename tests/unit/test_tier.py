@@ -257,6 +257,18 @@ def test_a_dead_worker_fails_its_open_rooms_only(bench):
     assert bench.inventory(writing=1, rooms=1, leases=1, workers=1) is True
 
 
+@pytest.mark.parametrize("lost, error", [(False, RoomFailed), (True, PeerLost)])
+def test_a_room_that_was_given_up_and_one_that_was_lost_with_its_tier(bench, lost, error):
+    """Before and after somebody waits for it: the worker tells a tier that came up after its prompt was begun."""
+    bench.await_("R1", 7)
+    bench.do("W1", m.Abort, room=7, rank=0, reason="why", retryable=lost, lost=lost)
+    [(_, told)] = bench.mail()
+    bench.do("W1", m.Abort, room=8, rank=0, reason="why", retryable=lost, lost=lost)
+    with pytest.raises(error) as later:
+        bench.await_("R1", 8)
+    assert type(told) is type(later.value) is error and told.retryable == later.value.retryable == lost
+
+
 def test_cancel_before_open_before_commit_and_after(bench):
     bench.do("R1", m.Cancel, room=1, rank=0)
     bench.open("W1", 1, private=1)
