@@ -107,9 +107,8 @@ def stack(running_stack, hold, expected) -> Iterator[Stack]:
 
 def restored(stack: Stack, hold: Path) -> Stack:
     hold.unlink(missing_ok=True)
-    for name, server in stack.servers.items():
+    for server in stack.servers.values():
         server.signal(signal.SIGCONT, group=True)
-        if server.poll() is not None:
-            stack.restart(name)
+    stack.restart(*(name for name, server in stack.servers.items() if server.poll() is not None))
     at_rest(stack)
     return stack

@@ -27,8 +27,7 @@ def killed(stack: Stack, *names: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for name in names:
-            stack.restart(name)
+        stack.restart(*names)
     wait_for(lambda: inventory(stack)["workers"] > 0, "prefill is attached")
 
 

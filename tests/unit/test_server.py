@@ -19,7 +19,9 @@ import pytest
 import zmq
 from hostile_rig import frames_of, seeds
 from node_rig import FINGERPRINT, ROW, LocalTier, small_layout, until
+from typer.testing import CliRunner
 
+from oasis_sglang.cli import app
 from transport import messages as m
 from transport.errors import (
     CapacityError,
@@ -347,6 +349,50 @@ def test_the_http_numbers_follow_the_tables(tier, client, reader):
     reader.ask(m.Release, epoch=epoch, leases=m.pack([manifest.lease], "u8"))
     now = scrape()
     assert now['oasis_tier_records{state="cached"}'] == 1 and now['oasis_tier_records{state="free"}'] == 63 and now["oasis_tier_leases_released_total"] == 1
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_a_freed_record_held_is_gone_only_where_that_is_asked_for(tmp_path, asked):
+    """As another worker could read it, payloads and indexes, padding included."""
+    tier, client = LocalTier(str(tmp_path / "tier.sock"), records=8, zero_freed=asked), WorkerClient(str(tmp_path / "tier.sock"), timeout=10)
+    try:
+        client.attach(**HELLO)
+        sections = client.welcome.geometry.rows(client.arena.bytes)
+
+        def reserve(room: int) -> None:
+            assert sorted(m.unpack(client.call(m.Open, room=room, rank=0, seed=b"", hashes=b"", private=8).records, "u4").tolist()) == list(range(8))
+
+        def fill_and_give_up(room: int, value: int) -> None:
+            for section in sections:
+                section[:] = value
+            client.call(m.Abort, room=room, rank=0, reason="")
+
+        def hold(value: int) -> bool:
+            return all((section == value).all() for section in sections)
+
+        reserve(1)
+        fill_and_give_up(1, 7)
+        if asked:
+            until(lambda: hold(0), "zeroed while nobody wants them")
+        else:
+            tier.call(tier.tier.tick)
+            assert hold(7)
+        reserve(2)
+        fill_and_give_up(2, 9)
+        reserve(3)
+        assert hold(0 if asked else 9), "given out, whether or not there was time before"
+        assert tier.tier.totals["records_zeroed"] == 16 * asked
+    finally:
+        client.close()
+        tier.stop()
+
+
+@pytest.mark.parametrize("flags, asked", [([], False), (["--zero-freed"], True)])
+def test_that_is_an_option_of_the_command(monkeypatch, flags, asked):
+    served = []
+    monkeypatch.setattr("transport.server.serve", served.append)
+    assert CliRunner().invoke(app, ["tier", "--local", "unused", *flags]).exit_code == 0
+    assert [options.zero_freed for options in served] == [asked]
 
 
 def test_many_workers_at_once(tier):
