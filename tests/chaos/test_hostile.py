@@ -119,7 +119,7 @@ def lies(records: int, layout) -> dict:
         "a page less": (page_less, "RoomFailed", "400 tokens here, 384 committed"),
         "a short hand-over row": (lambda x: replace(x, metadata=(x.metadata[0][:-8], *x.metadata[1:])), "LayoutMismatch", "hand-over row"),
         "a hand-over row less": (lambda x: replace(x, metadata=x.metadata[:-1]), "LayoutMismatch", "hand-over row"),
-        "another request's hand-over row": (lambda x: replace(x, metadata=(*x.metadata[:-1], bytes([1, *bytes(len(x.metadata[-1]) - 1)]))), "HTTP 500", "bootstrap_room"),
+        "another request's hand-over row": (lambda x: replace(x, metadata=(*x.metadata[:-1], bytes([1, *bytes(len(x.metadata[-1]) - 1)]))), "HTTP 500", "Metadata corruption"),
         "another room": (lambda x: replace(x, room=x.room + 1), "ProtocolError", "another room"),
         "another epoch": (lambda x: replace(x, epoch="0" * 32), "ProtocolError", "another room"),
         "a ranking of nothing": (lambda x: replace(x, ranking=m.pack([[25]] * layout.pieces, "u4")), "ProtocolError", "25 whole blocks"),
@@ -134,7 +134,7 @@ def test_a_tier_in_the_middle_that_lies(stack, prompts, expected):
     """Everything that it does not change is the real tier's: told as it was, it is believed."""
     flush(stack)
     before, had = now(stack), totals(stack, "decode")
-    needs = pair(stack, prompts.selects, 4 * ALONG)[1]
+    needs = pair(stack, prompts.selects, 2 * ALONG)[1]
     running(stack)
     blow, told, others = Blow("foreign manifest", "manifests of another model, layout, room, size, with other roots and records, by a tier in the middle"), [], []
     with Foreign(stack) as foreign:

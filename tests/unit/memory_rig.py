@@ -11,7 +11,7 @@ import uuid
 import node_rig
 import numpy as np
 import zmq
-from node_rig import FINGERPRINT, LocalTier, Prefill, small_layout, until
+from node_rig import FINGERPRINT, WAIT, LocalTier, Prefill, small_layout, until
 
 from prefill_node.publisher import COMMITTED
 from transport import messages as m
@@ -70,7 +70,7 @@ class Reader:
         self.context, self.seq = zmq.Context(), 0
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, 15_000)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(WAIT * 1000))
         self.socket.connect(control)
         self.region = np.zeros(1 << 20, np.uint8)
         self.plane = make_plane(kind, incarnation("reader"), self.region)
@@ -153,9 +153,8 @@ class Fleet:
             until(lambda: not prefill.publisher.live and not prefill.publisher._waiting, "publications ended")
         for tier in (*self.local, *self.memory):
             if tier not in skip:
-                tier.expire()
                 try:
-                    until(tier.at_baseline)
+                    until(lambda: tier.expire() or tier.at_baseline())
                 except AssertionError:
                     raise AssertionError(f"not at baseline: {tier.inventory()}") from None
 

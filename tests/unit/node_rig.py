@@ -37,7 +37,7 @@ ROW = (8, 12)
 FINGERPRINT = "f" * 64
 SEED = b"seed" * 8
 SOURCE = "prefill/0"
-WAIT = 15.0
+WAIT = 60.0
 """Seconds after which a wait is a failure. Generous: the machine may be busy."""
 
 

@@ -56,7 +56,7 @@ def test_whatever_a_tier_answers_ends_requests_of_its_own_alone(middle):
     rng, damage = random.Random(0), 0.3
     world, _ = middle(lambda reply: of_message(reply, rng) if rng.random() < damage else reply)
     ends = {"done": 0, "failed": 0}
-    for seed, rng in seeds(120, 1):
+    for seed, rng in seeds(200, 1):  # noqa: B007  what the middle damages with
         committed(world, seed)
         pull = tried(world, seed)
         ends[pull.state] += 1
@@ -81,12 +81,3 @@ def test_a_lease_below_zero_is_no_lease(middle, lease):
     committed(world, 2)
     assert world.pull_into(2, np.arange(3)).state == "done"
     assert not world.decode.puller.totals["internal_errors"]
-
-
-@pytest.mark.parametrize("answer", [m.Ok(), m.Renewed(gone=b"odd")])
-def test_a_renewal_that_is_not_answered_as_one_ends_the_link(middle, answer):
-    world, _ = middle(lambda reply: replace(answer, seq=reply.seq) if isinstance(reply, m.Renewed) else reply)
-    committed(world, 1)
-    pull = world.decode.pull(1, MIDDLE)
-    until(lambda: pull.state == "failed", "its tier makes no sense")
-    assert isinstance(pull.error, ProtocolError) and not world.decode.puller.totals["internal_errors"]
