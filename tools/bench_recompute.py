@@ -46,6 +46,7 @@ from oasis_sglang.soak.asking import ANSWERED, Asking, Outcome, since
 from oasis_sglang.stack import Stack, StackSpec, import_environment
 
 WAIT_S = 120.0
+FAILURES = (GenerateError, QualityError, OSError)
 FITS_TOKENS = 400
 """Prompt of a greedy request within the budget."""
 PULLED, RETRACTED = "tier killed while it was pulled", "taken off in the middle"
@@ -126,7 +127,7 @@ def went_on(stack: Stack, rid: str) -> int | None:
 
 
 def disturbed(stack: Stack, case: Case, folder: Path, own: Mapping[str, object], kill_at: int, cold: bool) -> dict:
-    """Forces the answer and kills the tier when ``kill_at`` steps have their logits. What befell the request; ``error`` if it did not go on."""
+    """Forces the answer and kills the tier when ``kill_at`` steps have their logits. What befell the request. Raises ``FAILURES``."""
     rid, before = f"{case.name}-{uuid.uuid4().hex[:8]}", totals(stack)
     with ThreadPoolExecutor(1) as pool:
         answer: Future = pool.submit(force, stack, case, folder, own, rid)
@@ -139,10 +140,7 @@ def disturbed(stack: Stack, case: Case, folder: Path, own: Mapping[str, object],
         kill = kill_tier(stack)
         stack.restart("tier")
         restarted = time.time() - kill
-        try:
-            answer.result()
-        except (GenerateError, QualityError, OSError) as error:
-            return {"error": str(error)[:300], "restart_seconds": restarted}
+        answer.result()
     counted = {name: value - before.get(name, 0) for name, value in totals(stack).items() if name.startswith("recompute")}
     again = went_on(stack, rid)
     times = np.array([path.stat().st_mtime for path in steps_of(folder)])
@@ -152,7 +150,7 @@ def disturbed(stack: Stack, case: Case, folder: Path, own: Mapping[str, object],
 
 
 def measure(stack: Stack, case: Case, scratch: Path, own: Mapping[str, object], kill_at: int, cold: bool) -> dict:
-    """One row."""
+    """One row; with ``error`` when a request failed."""
     folders = {name: scratch / f"{case.name}-{name}" for name in ("undisturbed", "disturbed", "dense")}
     row = {"case": case.name, "prompt_tokens": len(case.prompt), "steps": len(case.continuation) - 1}
     try:
@@ -160,8 +158,6 @@ def measure(stack: Stack, case: Case, scratch: Path, own: Mapping[str, object], 
         force(stack, case, folders["undisturbed"], own)
         forget(stack.urls["decode"])
         befell = disturbed(stack, case, folders["disturbed"], own, kill_at, cold)
-        if "error" in befell:
-            return {**row, **befell}
         force(stack, case, folders["dense"], EXACT)
         seen: Interruption = befell.pop("seen")
         found = {name: divergences(folders["dense"], folders[name]) for name in ("undisturbed", "disturbed")}
@@ -169,6 +165,8 @@ def measure(stack: Stack, case: Case, scratch: Path, own: Mapping[str, object], 
                 "runs": {name: by_part(seen, *of) for name, of in found.items()},
                 "kl_by_step": {name: kl.tolist() for name, (kl, _) in found.items()},
                 "top1_by_step": {name: same.tolist() for name, (_, same) in found.items()}}
+    except FAILURES as error:
+        return {**row, "error": str(error)[:300]}
     finally:
         for folder in folders.values():
             shutil.rmtree(folder, ignore_errors=True)
@@ -191,11 +189,11 @@ def ask(stack: Stack, prompt: Sequence[int], tokens: int, own: Mapping[str, obje
     return askings[-1]
 
 
-def answered(asking: Asking) -> list[int]:
-    """Its tokens. Raises QualityError when it ends with an error, or not at all."""
+def text_of(asking: Asking) -> tuple[list[int], str]:
+    """Its tokens, and why they are not all: "" when they are."""
     if not asking.done.wait(WAIT_S) or asking.outcome.status != ANSWERED:
-        raise QualityError(f"{asking.outcome.id}: {asking.outcome.status} {asking.outcome.told}")
-    return asking.ids
+        return asking.ids, f"{asking.outcome.id}: {asking.outcome.status} {asking.outcome.told}"
+    return asking.ids, ""
 
 
 def post(url: str, body: Mapping[str, object]) -> None:
@@ -228,17 +226,15 @@ def compare_texts(stack: Stack, case: Case, tokens: int, hold: Path) -> list[dic
     rows = []
     for mode, prompt, own in (("exact", case.prompt, EXACT), ("within budget", case.prompt[:FITS_TOKENS], {})):
         forget(stack.urls["decode"])
-        expected = answered(ask(stack, prompt, tokens, own))
+        expected, refused = text_of(ask(stack, prompt, tokens, own))
         for how, act in ((PULLED, lose_while_pulled), (RETRACTED, take_off)):
             forget(stack.urls["decode"])
             before = totals(stack).get("recomputed", 0)
-            try:
-                got, error = answered(act(stack, prompt, tokens, own, hold)), ""
-            except QualityError as failed:
-                got, error = [], str(failed)[:300]
+            got, error = text_of(act(stack, prompt, tokens, own, hold))
+            same = got == expected and not (refused or error)
             first = next((i for i, (a, b) in enumerate(zip(got, expected)) if a != b), min(len(got), len(expected)))
             rows.append({"case": case.name, "mode": mode, "how": how, "prompt_tokens": len(prompt), "tokens": tokens, "distinct": len(set(expected)),
-                         "identical": got == expected, "first_difference": None if got == expected else first, "error": error,
+                         "identical": same, "first_difference": None if same else first, "error": error or refused and f"undisturbed: {refused}",
                          "recomputed": totals(stack).get("recomputed", 0) - before, "held": baseline.settle(lambda: baseline.held(stack), 30.0)})
     return rows
 

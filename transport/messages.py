@@ -179,13 +179,15 @@ class Fill(Message):
 
 
 class Await(Message):
-    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``. Replies ``Manifest``, or ``Moved``;
+    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``, and at most ``begin`` seconds until a worker has
+    asked for the room (``PeerLost``: its prompt never arrived). Replies ``Manifest``, or ``Moved``;
     errors ``RoomFailed``, ``PeerLost`` (its prefill worker died), ``DeadlineExceeded``, ``DuplicateRoom`` (claimed by another reader), ``StaleEpoch``."""
 
     epoch: str
     room: int
     rank: int
     seconds: float
+    begin: float = float("inf")
 
 
 class Manifest(Message):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from chaos_rig import answered, at_rest, ended, flush, inventory, pair, running, sets, totals, wait_for
+from chaos_rig import answered, at_rest, ended, flush, inventory, next_room, pair, request, running, sets, started, totals, wait_for
 
 from oasis_sglang.soak.asking import ANSWERED, LEFT
 from oasis_sglang.stack import Stack
@@ -70,6 +70,16 @@ def test_one_that_was_being_pulled_says_what_it_would_have_said(stack, hold, pro
     with killed(stack, "tier"):
         hold.unlink()
     answered(post, expected[prompt])
+    assert counted(stack, "recomputed", before) == 1
+    at_rest(stack)
+
+
+def test_a_prompt_that_has_not_reached_prefill_is_brought_there(stack, prompts, expected):
+    """As when its worker refused the router's connection, or died with the request in its queue."""
+    flush(stack)
+    before = totals(stack, "decode")
+    body = request(prompts.fits, PULLED, bootstrap_host="127.0.0.1", bootstrap_port=stack.bootstrap_port, bootstrap_room=next_room())
+    answered(started(stack.urls["decode"], body, wanted=PULLED), expected["fits"])
     assert counted(stack, "recomputed", before) == 1
     at_rest(stack)
 

@@ -13,7 +13,7 @@ settings.register_profile("oasis", deadline=None)  # values are asserted, not ti
 settings.load_profile("oasis")
 
 
-KEPT = 12
+KEPT = 8
 """Pieces of shared memory that the fixtures of a module's last test still refer to at its end."""
 
 
