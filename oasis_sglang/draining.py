@@ -94,7 +94,7 @@ def told(scheduler, message: str | None) -> bool:
 
 
 def close(scheduler) -> None:
-    """When the scheduler's loop has ended: nothing is left to expire at a tier, and no thread of ours runs on. Whatever fails, SGLang's own
+    """When the scheduler's loop has ended: nothing is left to expire at a tier. Whatever fails, SGLang's own
     resources are still to be released."""
     if (one := node(scheduler)) is None:
         return

@@ -373,7 +373,7 @@ class Tier:
         waiter = self.waiters.pop(key, None)
         if waiter is not None:
             self.outbox.append((waiter.session, m.failure(error, waiter.seq)))
-        else:
+        elif key not in self.failed:  # the first reason: what its worker says after it was cut off is not why
             self.failed[key] = (error, self.clock() + self.limits.room_seconds)
             if len(self.failed) > MAX_REMEMBERED:
                 del self.failed[next(iter(self.failed))]

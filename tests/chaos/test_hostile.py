@@ -143,6 +143,7 @@ def test_a_tier_in_the_middle_that_lies(stack, prompts, expected):
             told.append(asking := foreign.ask(prompts.fits, 4))
             outcome = ended(asking)
             assert (outcome.status, outcome.error) == (REFUSED, "LayoutMismatch") and field in outcome.told, outcome
+        blow.noticed()
         foreign.lies = {}
         for prompt in (prompts.fits, unseen(prompts.selects)):  # decode has nothing of either
             told.append(asking := foreign.ask(prompt, 16, other_bytes, on_failure="fail"))
@@ -157,7 +158,6 @@ def test_a_tier_in_the_middle_that_lies(stack, prompts, expected):
             outcome = ended(asking)
             assert (outcome.status, outcome.error, outcome.code) == (REFUSED, error, 500) and words in outcome.told, (name, outcome)
             answered(others[-1], expected["fits"])
-        blow.noticed()
         assert len(foreign.changed) == len(told) - 1, "each lie was told"
         others.append(foreign.ask(prompts.selects, 4))
         answered(others[-1])

@@ -269,6 +269,15 @@ def test_a_room_that_was_given_up_and_one_that_was_lost_with_its_tier(bench, los
     assert type(told) is type(later.value) is error and told.retryable == later.value.retryable == lost
 
 
+def test_the_first_reason_stands(bench):
+    bench.open("W1", 7, private=1)
+    bench.tier.disconnect("W1")
+    bench.hello("W1")
+    bench.do("W1", m.Abort, room=7, rank=0, reason="what it thinks of it")
+    with pytest.raises(PeerLost, match="died before the commit"):
+        bench.await_("R1", 7)
+
+
 def test_a_prompt_that_never_reached_a_worker_is_waited_for_in_vain_no_longer_than_that(bench):
     bench.do("R1", m.Await, room=7, rank=0, seconds=8.0, begin=5.0)
     bench.do("R1", m.Await, room=8, rank=0, seconds=8.0, begin=5.0)
