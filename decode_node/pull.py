@@ -42,13 +42,14 @@ class Event(Protocol):
 
 @dataclass
 class PullLimits:
-    """``await_seconds``: for the commit, from the request's arrival. ``read_seconds``: for one window to land.
-    ``silence_seconds``: a tier that answers nothing for so long is taken for dead. ``hold_file``: for fault tests, no
-    read starts while this file exists."""
+    """``await_seconds``: for the commit, from the request's arrival. ``begin_seconds``: of these, until its prompt has reached a prefill
+    worker. ``read_seconds``: for one window to land. ``silence_seconds``: a tier that answers nothing for so long is taken for dead.
+    ``hold_file``: for fault tests, no read starts while this file exists."""
 
     await_seconds: float = 300.0
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
+    begin_seconds: float = 60.0
     hold_file: str = ""
 
 

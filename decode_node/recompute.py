@@ -83,7 +83,7 @@ class Recomputer:
     def __init__(self, *, addresses: Sequence[str], look: Callable[[str, int], Worker], start: Callable[[Order, str], Pull],
                  cancel: Callable[[Pull, str], None], headers: dict[str, str] | None = None):
         self.addresses, self.look, self.start, self.cancel, self.headers = addresses, look, start, cancel, headers or {}
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._threads = 0
 
     def submit(self, order: Order) -> None:
@@ -93,11 +93,16 @@ class Recomputer:
             self._threads += 1
             threading.Thread(target=self._run, name=f"oasis-recompute-{self._threads}", daemon=True).start()
 
+    def close(self) -> None:
+        """Ends the threads, each once it is through with the order that it works on. Nothing may be submitted any more; not waited for."""
+        for _ in range(self._threads):
+            self._orders.put(None)
+
     # -- on its threads -----------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._work(self._orders.get())
+        while (order := self._orders.get()) is not None:
+            self._work(order)
 
     def _work(self, order: Order) -> None:
         try:
@@ -143,13 +148,15 @@ class Recomputer:
                 "routed_dp_rank": worker.dp_rank, "disagg_prefill_dp_rank": worker.dp_rank}
         patience = max(CONNECT_SECONDS, order.deadline - time.monotonic())
         try:
-            answer = requests.post(f"{worker.url}/generate", json=body, headers=self.headers, timeout=(CONNECT_SECONDS, patience))
+            # Its body is not read: it says nothing that the room does not. Nor is it followed elsewhere, with the prompt and our key.
+            with requests.post(f"{worker.url}/generate", json=body, headers=self.headers, timeout=(CONNECT_SECONDS, patience), stream=True,
+                               allow_redirects=False) as answer:
+                status = answer.status_code
         except requests.RequestException as error:
             raise PeerLost(f"the prefill worker did not compute the prompt again: {type(error).__name__}", room=order.room, peer=worker.url) from error
-        if answer.status_code != 200:
-            # Its body may quote the request.
+        if status != 200:
             raise PeerLost("the prefill worker refused to compute the prompt again", room=order.room, peer=worker.url,
-                           limit=f"HTTP status {answer.status_code}")
+                           limit=f"HTTP status {status}")
 
 
 def require_listener(control: str, *, room: int | None = None) -> None:

@@ -108,6 +108,9 @@ def payload(req, attempt: int) -> dict:
     body["sampling_params"] |= shapes | ({"custom_params": custom} if custom else {})
     if req.custom_logit_processor is not None:
         body["custom_logit_processor"] = req.custom_logit_processor
+    body["require_reasoning"] = req.require_reasoning  # a grammar waits for the end of it
+    if req.return_sampling_mask:
+        body |= {"return_sampling_mask": True, "sampling_logprobs_mode": req.sampling_logprobs_mode}
     if req.return_logprob:
         body |= {"return_logprob": True, "top_logprobs_num": req.logprob.top_logprobs_num, "token_ids_logprob": req.logprob.token_ids_logprob}
     return body

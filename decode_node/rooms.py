@@ -88,7 +88,8 @@ class RoomFinder:
         fresh = links - pull.asked
         pull.asked |= fresh
         for link in fresh:
-            link.request(m.Await, dict(room=pull.room, rank=self.rank, seconds=max(0.0, pull.deadline - time.monotonic())),
+            link.request(m.Await, dict(room=pull.room, rank=self.rank, seconds=max(0.0, pull.deadline - time.monotonic()),
+                                       begin=self.limits.begin_seconds),
                          lambda reply, link=link: self._answered(pull, link, reply), deadline=pull.deadline + self.limits.silence_seconds)
         if not links and not pull.asked:
             self.fail(pull, pull.doubt)

@@ -245,8 +245,8 @@ def bind_decode(manager, queue) -> None:
     puller = Puller(
         node=f"{node}:{os.getpid()}", rank=manager.attn_tp_rank, layout=layout, fingerprint=fingerprint,
         plane=plane, staging=staging, resolve=manager.resolve, forget=manager.forget,
-        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds, options.hold_reads_file), sample=sample, export=exported,
-        security=security)
+        limits=PullLimits(options.await_seconds, options.read_seconds, options.silence_seconds, options.begin_seconds, options.hold_reads_file),
+        sample=sample, export=exported, security=security)
 
     recovery = _make_recovery(manager, puller, options)
 

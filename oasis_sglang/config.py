@@ -54,7 +54,8 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Decode, the transfer: keys, allowed: this node's secret key file, and the folder of the public keys of the tiers that it may
     connect to (see `oasis keys`); without them allow_plaintext must be set for tiers on other hosts. data_plane: nixl | zmq (the tier
     must serve it). staging_bytes, staging_windows: host memory that
-    reads land in. await_seconds: how long to wait for prefill's commit. read_seconds: one window's deadline.
+    reads land in. await_seconds: how long to wait for prefill's commit; begin_seconds: of that, until the prompt has reached a prefill
+    worker. read_seconds: one window's deadline.
     silence_seconds: a tier that answers nothing for so long is dead. on_failure: recompute | fail, what becomes of a request that loses its
     tier or gets damaged KV twice: a prefill worker computes it again, at most recompute_attempts times and within recompute_seconds of the
     failure, or it ends. prefill_addresses: bootstrap addresses (host:port, with commas) of prefill workers to ask beside the one that
@@ -91,6 +92,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staging_windows: int = 8
     reserve_seconds: float = 30.0
     await_seconds: float = 300.0
+    begin_seconds: float = 60.0
     read_seconds: float = 30.0
     silence_seconds: float = 10.0
     tier_start_seconds: float = 60.0
@@ -112,7 +114,7 @@ class OasisConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for option, allowed in choices.items():
             if getattr(self, option) not in allowed:
                 raise ConfigError(f"Oasis option {option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")
-        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "read_seconds", "silence_seconds",
+        for option in ("staging_bytes", "staging_windows", "reserve_seconds", "await_seconds", "begin_seconds", "read_seconds", "silence_seconds",
                        "tier_start_seconds", "budget_tokens", "sink_tokens", "recent_tokens", "tail_tokens", "wait_seconds", "host_cache_bytes",
                        "recompute_attempts", "recompute_seconds"):
             if not 0 < getattr(self, option) < float("inf"):

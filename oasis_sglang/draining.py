@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import logging
 import os
+from http import HTTPStatus
 
 log = logging.getLogger("oasis")
 
 NO_MORE = "oasis-no-more"
-"""Id of a request that never was: an abort of it tells the schedulers to take nothing new, in the order of all else they are sent."""
+"""An abort with this message tells the schedulers to take nothing new, in the order of all else they are sent. It has the id of a request that
+never was, but ids are the clients' to choose, and clients abort their requests; messages are not."""
+GOING_DOWN = "the server is going down"
 CLOSING_SECONDS = 3.0
 """For commits and releases under way when all requests have ended. SGLang gives its schedulers 15 s."""
 
@@ -57,15 +60,20 @@ class Drain:
         if self.signals > 1 or not self.seconds:
             self.finish()
             return
-        self.manager._dispatch_to_scheduler(self.abort(rid=NO_MORE))
+        self._no_more()
         self.manager.event_loop.call_later(self.seconds, self.finish)
 
     def finish(self) -> None:
         left = len(self.manager.rid_to_state)
         log.warning("%d requests are aborted: the server is going down", left)
-        self.manager._dispatch_to_scheduler(self.abort(rid=NO_MORE))
+        self._no_more()
         if left:
-            self.manager._dispatch_to_scheduler(self.abort(abort_all=True, abort_message="the server is going down"))
+            # The message is for those that run, the reason for those that wait for a place in the batch.
+            reason = {"type": "abort", "message": GOING_DOWN, "status_code": int(HTTPStatus.SERVICE_UNAVAILABLE)}
+            self.manager._dispatch_to_scheduler(self.abort(abort_all=True, abort_message=GOING_DOWN, finished_reason=reason))
+
+    def _no_more(self) -> None:
+        self.manager._dispatch_to_scheduler(self.abort(rid=NO_MORE, abort_message=NO_MORE))
 
 
 def node(scheduler):
@@ -76,9 +84,9 @@ def node(scheduler):
     return None
 
 
-def told(scheduler, rid: str) -> bool:
-    """In a scheduler, for each abort: whether it was the word that nothing new is to be taken."""
-    if rid != NO_MORE:
+def told(scheduler, message: str | None) -> bool:
+    """In a scheduler, for each abort: whether its ``message`` was the word that nothing new is to be taken."""
+    if message != NO_MORE:
         return False
     if (one := node(scheduler)) is not None:
         one.refuse_new()
@@ -86,7 +94,7 @@ def told(scheduler, rid: str) -> bool:
 
 
 def close(scheduler) -> None:
-    """When the scheduler's loop has ended: nothing is left to expire at a tier, and no thread of ours runs on. Whatever fails, SGLang's own
+    """When the scheduler's loop has ended: nothing is left to expire at a tier. Whatever fails, SGLang's own
     resources are still to be released."""
     if (one := node(scheduler)) is None:
         return

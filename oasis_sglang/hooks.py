@@ -23,7 +23,7 @@
 | KVCacheConfigurator.logical_token_cap... | sparse decode       | length limits count logical ids, not slots              |
 | ModelRunner.maybe_init_hisparse_coord... | sparse decode       | our coordinator                                         |
 | Scheduler.update_running_batch           | sparse decode       | a request waits for its misses; one whose tier is lost is computed again or ends |
-| ...DecodeMixin._get_new_prebuilt_batch   | sparse decode       | a request that waits is not run                         |
+| ...DecodeMixin._get_new_prebuilt_batch   | sparse decode       | a request that waits is not run; penalties go on where they were |
 | the CPU runtime's hooks                  | no GPU              | see ``oasis_sglang/cpu/hooks.py``                       |
 
 Public registrations beside them: the back end's name, the ``handle_pd_disaggregation`` and ``handle_hicache`` resolution steps
@@ -170,7 +170,7 @@ def abort_request(original, scheduler, recv_req):
     if config.active():
         from oasis_sglang import draining
 
-        if draining.told(scheduler, recv_req.rid):
+        if draining.told(scheduler, recv_req.abort_message):
             return None
     return original(scheduler, recv_req)
 
@@ -274,10 +274,14 @@ def running_batch(original, scheduler, batch):
 def prebuilt_batch(original, scheduler, batch):
     if not (config.active() and scheduler.enable_hisparse):
         return original(scheduler, batch)
+    from decode_node import penalties
     from decode_node.boundary import without_blocked
 
     with without_blocked(scheduler):
-        return original(scheduler, batch)
+        new = original(scheduler, batch)
+    if new is not None:
+        penalties.resume(new)
+    return new
 
 
 _PD = "sglang.srt.disaggregation"

@@ -7,10 +7,12 @@ server that chose the ``oasis`` back end builds its queues.
 from __future__ import annotations
 
 import os
+import secrets
 
 from oasis_sglang import config, seams
 from oasis_sglang.models_supported import check_model_path
 from transport.errors import ConfigError
+from transport.peer_row import TOKEN_ENV
 
 BACKEND = "oasis"
 _problems: list[str] = []
@@ -75,6 +77,7 @@ def resolve_arguments(server_args, previous) -> None:
     options = config.load(view.hisparse_config).validate(view.disaggregation_mode)
     check_model_path(view.model_path)
     os.environ[config.ACTIVE_ENV] = "1"
+    os.environ.setdefault(TOKEN_ENV, secrets.token_hex(16))  # before this server starts its ranks
     declared = {"disaggregation_transfer_backend": "nixl"}
     if view.radix_cache_backend == "":
         declared["radix_cache_backend"] = None  # how a command line takes our launcher's default back

@@ -222,7 +222,9 @@ class Processes:
     def _receive(self, timeout: float) -> list[dict]:
         """Replies that arrived; exits among the messages are noted with their servers."""
         try:
-            if not select.select([self._control], [], [], max(0.0, timeout))[0]:
+            poll = select.poll()  # an owner of many descriptors is too much for select()
+            poll.register(self._control, select.POLLIN)
+            if not poll.poll(max(0.0, timeout) * 1000):
                 return []
             data = self._control.recv(65536)
         except (OSError, ValueError) as error:  # ValueError: closed by close()

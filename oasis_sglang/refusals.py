@@ -34,8 +34,19 @@ def reason(req) -> OasisError | None:
 
 def status(req, stock: int | None) -> int | None:
     """``stock``: the HTTP status that SGLang would end ``req`` with."""
-    error = reason(req) if stock == HTTPStatus.INTERNAL_SERVER_ERROR else None
-    return HTTPStatus.SERVICE_UNAVAILABLE if error is not None and error.retryable else stock
+    if stock != HTTPStatus.INTERNAL_SERVER_ERROR:
+        return stock
+    error = reason(req)
+    return HTTPStatus.SERVICE_UNAVAILABLE if (error is not None and error.retryable) or _going_down(req) else stock
+
+
+def _going_down(req) -> bool:
+    """Whether the node that ``req`` is on takes nothing new: then whatever ends it here, a successor may do better."""
+    for one in (getattr(req, "disagg_kv_sender", None), getattr(req, "oasis_receiver", lambda: None)()):
+        manager = getattr(one, "kv_mgr", None)
+        if getattr(getattr(manager, "publisher", None) or getattr(manager, "puller", None), "draining", False):
+            return True
+    return False
 
 
 class RetryAfter:

@@ -66,6 +66,8 @@ SURFACE: tuple[Seam, ...] = (
     Seam("sglang.srt.managers.hisparse_coordinator.HiSparseCoordinator.retract_req", ("self", "req")),
     Seam("sglang.srt.managers.schedule_batch.ScheduleBatch.filter_batch", ("self", "reqs_to_exclude", "keep_indices")),
     Seam("sglang.srt.managers.schedule_batch.Req.build_rebootstrap_payload", ("self",)),
+    Seam("sglang.srt.managers.schedule_batch.ScheduleBatch.cumulate_penalty_output_tokens", ("self",)),
+    Seam("sglang.srt.sampling.penaltylib.orchestrator._BatchedPenalizer.is_prepared", ("self",)),
     Seam("sglang.srt.managers.schedule_batch.release_req",
          ("req", "remaing_req_count", "req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache", "hisparse_coordinator", "offload_kv")),
     Seam("sglang.srt.managers.schedule_batch.Req.offload_kv_cache", ("self", "req_to_token_pool", "token_to_kv_pool_allocator")),

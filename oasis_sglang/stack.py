@@ -219,14 +219,16 @@ class Stack:
                 segment.unlink(missing_ok=True)
             self._segments.clear()
 
-    def restart(self, name: str) -> None:
-        """Start a server that has ended once more, with the arguments and at the addresses that it had, and wait until it is ready. Raises
-        StackError when it still runs, or does not get ready."""
-        if self.servers[name].poll() is None:
-            raise StackError(f"{name} still runs")
-        self._progress(f"starting {name} again")
-        self._start(name, self._starts[name])
-        self._wait_ready({name: _READY[_role(name)]})
+    def restart(self, *names: str) -> None:
+        """Start servers that have ended once more, with the arguments and at the addresses that they had, and wait until they are ready. Raises
+        StackError when one still runs, or does not get ready, or one that was not named has ended."""
+        for name in names:
+            if self.servers[name].poll() is None:
+                raise StackError(f"{name} still runs")
+        for name in names:
+            self._progress(f"starting {name} again")
+            self._start(name, self._starts[name])
+        self._wait_ready({name: _READY[_role(name)] for name in names})
 
     def check(self) -> None:
         """Raise StackError when a server has exited."""

@@ -79,13 +79,15 @@ class Zygote:
         signal.signal(signal.SIGUSR1, self._cancel_preload)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        poll = select.poll()  # the owner's descriptors keep their numbers here, and those may be too large for select()
+        for source in (self._control, wake_read):
+            poll.register(source, select.POLLIN)
         while self._open:
-            timeout = 0.02 if self._ending else None
-            ready, _, _ = select.select([self._control, wake_read], [], [], timeout)
+            ready = [fd for fd, _ in poll.poll(20 if self._ending else None)]
             if wake_read in ready:
                 _drain(wake_read)
             self._reap()
-            if self._control in ready:
+            if self._control.fileno() in ready:
                 for command in self._read_commands():
                     job = self._handle(command)
                     if job is not None:

@@ -220,6 +220,9 @@ class Publisher:
         if pub not in self.live and (refusal := self._refusal(pub)):
             self._abandon(pub, refusal)
             return
+        self._check_connection()  # a tier that is back need not be found first: who lost a request with the old one sends it here at once
+        if pub.state == FAILED:
+            return
         self.live.add(pub)
         hashes = b"" if pub.seed is None else page_hashes(pub.seed, pub.tokens, self.layout.block_tokens)
         private = pub.pages - len(hashes) // HASH_BYTES
@@ -371,10 +374,10 @@ class Publisher:
             return
         if self.live:
             self._lost(PeerLost("the tier closed the connection", peer=self.client.peer))
-        self._retry_at = time.monotonic() + REATTACH_SECONDS
         try:
             self.writer = self._attach()
         except OasisError as error:
+            self._retry_at = time.monotonic() + REATTACH_SECONDS
             self.totals["attach_failures"] += 1
             log.debug("re-attachment failed: %s", error)
             return
@@ -382,7 +385,7 @@ class Publisher:
         # Readers already wait for these rooms at the new incarnation, which has never heard of them.
         try:
             while self._orphans:
-                self.client.call(m.Abort, room=self._orphans[-1], rank=self.rank, reason="the tier restarted before the commit")
+                self.client.call(m.Abort, room=self._orphans[-1], rank=self.rank, reason="the tier restarted before the commit", retryable=True, lost=True)
                 self._orphans.pop()
         except OasisError as error:
             self._lost(error)

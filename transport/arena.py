@@ -40,8 +40,8 @@ def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
 class Arena:
     """Shared memory of ``size`` bytes. ``bytes`` is a uint8 [size] view.
 
-    Owner: the tier creates it (``create``) and keeps it mapped until its process ends, because peers may read it over
-    RDMA at any time; a worker maps the same memory from the descriptor it was handed (``attach``) and closes its
+    Owner: the tier creates it (``create``) and keeps it until its data planes, the processes that serve it or read into it included,
+    have ended, because peers may read it over RDMA at any time; a worker maps the same memory from the descriptor it was handed (``attach``) and closes its
     mapping when it leaves.
     """
 

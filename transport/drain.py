@@ -28,9 +28,9 @@ class Drain:
         log.info("tier %s drains for at most %g s: %s", tier.epoch[:8], seconds, self._show())
 
     def left(self) -> dict[str, int]:
-        """What still has to end: leases, rooms and moves."""
+        """What still has to end: leases, rooms (also those that have moved, until their readers are told where) and moves."""
         now = self.tier.inventory()
-        return {name: now.get(name, 0) for name in ("leases", "rooms", "moves")}
+        return {"leases": now["leases"], "rooms": now["rooms"] + now.get("untold", 0), "moves": now.get("moves", 0)}
 
     async def run(self) -> None:
         """Returns when nothing is left, or the time is over."""

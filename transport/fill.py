@@ -17,7 +17,7 @@ import numpy as np
 from transport import messages as m
 from transport.errors import ProtocolError, RoomFailed, from_wire
 from transport.moving import Drop, Ended, Move, Order, common_plane
-from transport.rooms import Room
+from transport.rooms import Room, check_commit
 from transport.tier import Tier
 
 
@@ -81,7 +81,7 @@ class MemoryTier(Tier):
         room = self._own_room(session, request)
         if self.sessions[session].role != "tier" or self._filling(room) is not None:
             raise ProtocolError("not a room to be filled", room=request.room)
-        roots, fresh = self._check_commit(room, request), np.flatnonzero(room.fresh)
+        roots, fresh = check_commit(room, request, self.layout), np.flatnonzero(room.fresh)
         sources = m.unpack(request.sources, "u4", count=len(fresh))
         m.unpack(request.generations, "u8", count=len(fresh))
         if not len(fresh):

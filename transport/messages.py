@@ -12,6 +12,7 @@ Integer arrays travel as little-endian bytes: ``u32``/``u64`` below pack and unp
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -29,6 +30,10 @@ MAX_RECORDS = 1 << 20
 """Records of one prompt at most."""
 LENGTH = struct.Struct("<I")
 """Frame header on the unix socket: bytes of the message that follows."""
+
+
+LeaseNumber = Annotated[int, msgspec.Meta(ge=0)]
+"""Lists of them are arrays of u64 (more, MessagePack has not): a negative one could not be renewed, nor could any beside it."""
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True, kw_only=True):
@@ -142,12 +147,13 @@ class Commit(Message):
 
 class Abort(Message):
     """Gives the room up; no copy of it is in flight any more. Readers waiting for it get ``RoomFailed``, ``retryable`` if this is:
-    there was no room for it now, and there may be later."""
+    there was no room for it now, and there may be later. ``lost``: nobody wanted that, its tier died; they get ``PeerLost``."""
 
     room: int
     rank: int
     reason: str
     retryable: bool = False
+    lost: bool = False
 
 
 class Fill(Message):
@@ -173,13 +179,15 @@ class Fill(Message):
 
 
 class Await(Message):
-    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``. Replies ``Manifest``, or ``Moved``;
+    """Asks for the room's manifest and waits for it at the tier, at most ``seconds``, and at most ``begin`` seconds until a worker has
+    asked for the room (``PeerLost``: its prompt never arrived). Replies ``Manifest``, or ``Moved``;
     errors ``RoomFailed``, ``PeerLost`` (its prefill worker died), ``DeadlineExceeded``, ``DuplicateRoom`` (claimed by another reader), ``StaleEpoch``."""
 
     epoch: str
     room: int
     rank: int
     seconds: float
+    begin: float = float("inf")
 
 
 class Manifest(Message):
@@ -189,7 +197,7 @@ class Manifest(Message):
     epoch: str
     room: int
     rank: int
-    lease: int
+    lease: LeaseNumber
     lease_seconds: float
     layout: KVLayout
     fingerprint: str
@@ -253,7 +261,7 @@ class Held(Message):
     records: bytes
     generations: bytes
     roots: bytes
-    lease: int
+    lease: LeaseNumber
     lease_seconds: float
 
 

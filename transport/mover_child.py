@@ -48,15 +48,18 @@ def main(node: str, arena_fd: str, size: str, socket_fd: str, window: str, keys:
     security = Security.load(keys, allowed, bool(plaintext))
     moves = Moves(arena, staging, lambda kind: make_plane(kind, incarnation(f"{node}/mover"), staging.region, security=security), send)
     orders, buffer = msgspec.msgpack.Decoder(Order), bytearray()
+    poll = select.poll()  # the tier's descriptors keep their numbers here, and those may be too large for select()
+    poll.register(link, select.POLLIN)
     while True:
-        readable, _, _ = select.select([link], [], [], POLL_SECONDS if moves.busy else IDLE_POLL_SECONDS)
-        if readable:
+        if poll.poll(0 if moves.busy else IDLE_POLL_SECONDS * 1000):
             part = link.recv(1 << 20)
             if not part:
                 os._exit(0)  # closing an agent in good order could wait for peers
             buffer += part
             for raw in frames(buffer):
                 moves.take(orders.decode(raw), time.monotonic())
+        elif moves.busy:
+            time.sleep(POLL_SECONDS)  # the shortest wait that poll() knows is twice as long
         try:
             moves.step(time.monotonic())
         except CapacityError as error:

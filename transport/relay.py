@@ -23,7 +23,7 @@ from transport.fetch import Fetches, WaitingRoom
 from transport.memory_nodes import MemoryNodes, placement_key
 from transport.moving import Ended, Order
 from transport.records import HASH_BYTES, split_hashes
-from transport.rooms import Key
+from transport.rooms import Key, check_commit
 from transport.tier import Tier
 
 OPENING, FETCHING, OPEN, FILLING = "opening", "fetching", "open", "filling"
@@ -97,7 +97,9 @@ class RelayTier(Tier):
 
     def inventory(self) -> dict[str, int]:
         now, moves = super().inventory(), sum(room.state == FILLING for room in self.rooms.values())
-        return {**now, "held": now["held"] + self.fetches.held, "moves": moves, "fetches": len(self.fetches.live), "redirects": len(self.redirects)}
+        untold = sum(redirect.reader is None for redirect in self.redirects.values())
+        return {**now, "held": now["held"] + self.fetches.held, "moves": moves, "fetches": len(self.fetches.live), "redirects": len(self.redirects),
+                "untold": untold}
 
     def moved(self, ended: Ended) -> None:
         """The mover no longer writes to the records of a fetch."""
@@ -147,7 +149,7 @@ class RelayTier(Tier):
     # -- worker -------------------------------------------------------------------------------------------------
 
     def _open(self, session, request: m.Open) -> None:
-        hashes, key = self._check_open(request), (request.room, request.rank)
+        hashes, key = self._check_open(session, request), (request.room, request.rank)
         if key in self.redirects and self.redirects[key].reader is None:
             raise DuplicateRoom("the bootstrap room is in use", room=request.room, peer=self.redirects[key].address)
         pages = len(hashes) + request.private
@@ -226,6 +228,8 @@ class RelayTier(Tier):
             self._drop(room)
         else:
             super()._drop(room)
+        if session := self.sessions.get(room.session):
+            session.prompts.add(room.key)
         if cancelled:
             self.cancelled[room.key] = self.clock() + self.limits.room_seconds
 
@@ -236,7 +240,7 @@ class RelayTier(Tier):
         if room.lost is not None:
             self._fail(room, PeerLost(f"its memory node was lost: {room.lost}", room=room.key[0], retryable=True))
             raise room.lost
-        roots = self._check_commit(room, request)
+        roots = check_commit(room, request, self.layout)
         self._seal(room, roots)
         if room.cancelled:
             self._drop(room)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from transport import messages as m
+from transport.errors import ProtocolError
+from transport.layout import KVLayout
 
 Key = tuple[int, int]
 """(bootstrap room, rank)"""
@@ -55,17 +57,41 @@ class Lease:
 
 @dataclass
 class Waiter:
+    """``begin_by``: when the prompt must have reached a worker; infinite once it has."""
+
     session: object
     seq: int
     deadline: float
+    begin_by: float = float("inf")
+
+    @property
+    def due(self) -> float:
+        return min(self.deadline, self.begin_by)
 
 
 @dataclass
 class Session:
-    """``role`` and ``control`` as in ``Hello``."""
+    """``role`` and ``control`` as in ``Hello``. ``prompts``: those that have reached it, whether or not there was room for them yet;
+    ``rooms``: of those, the ones that are open or committed."""
 
     role: str
     node: str
     seen: float
     control: str = ""
     rooms: set[Key] = field(default_factory=set)
+    prompts: set[Key] = field(default_factory=set)
+
+
+def check_commit(room: Room, request: m.Commit | m.Fill, layout: KVLayout) -> np.ndarray:
+    """The roots, uint64 [pages], of a commit of this room. Raises ``ProtocolError``."""
+    roots = m.unpack(request.roots, "u8", count=len(room.records))
+    pages = -(-request.prompt_tokens // layout.block_tokens)
+    if pages != len(room.records) or tuple(map(len, request.metadata)) != layout.metadata_lens:
+        raise ProtocolError("the commit does not match what was opened", room=request.room, limit=f"{len(room.records)} pages")
+    # Which blocks it names is the reader's to check: the tier only bounds what it keeps.
+    ranked, rest = divmod(len(request.ranking), 4 * layout.pieces)
+    whole = request.prompt_tokens // layout.block_tokens
+    if rest or ranked > whole:
+        raise ProtocolError(f"a ranking of {len(request.ranking)} bytes does not fit the prompt", room=request.room,
+                            limit=f"{layout.pieces} pieces, {whole} whole blocks")
+    return roots

@@ -284,6 +284,8 @@ def _sender(frame: zmq.Frame) -> bytes:
 
 def _stays_here(address: str) -> bool:
     scheme, _, rest = address.partition("://")
+    if ";" in rest or "%" in rest:  # ZeroMQ's source;destination, and scopes, which may hold anything
+        return False
     return scheme in ("inproc", "ipc") or (scheme == "tcp" and is_loopback(rest.rpartition(":")[0].strip("[]")))
 
 

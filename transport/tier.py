@@ -24,7 +24,7 @@ from transport.dataplane import Endpoint
 from transport.errors import CapacityError, DeadlineExceeded, DuplicateRoom, LayoutMismatch, OasisError, PeerLost, ProtocolError, RoomFailed, StaleEpoch
 from transport.layout import ArenaGeometry, KVLayout
 from transport.records import HASH_BYTES, RecordTable, split_hashes
-from transport.rooms import Key, Lease, Room, Session, TierLimits, Waiter
+from transport.rooms import Key, Lease, Room, Session, TierLimits, Waiter, check_commit
 from transport.wiping import Wiper
 
 log = logging.getLogger("oasis.tier")
@@ -99,6 +99,8 @@ class Tier:
             return
         for key in list(gone.rooms):
             self._orphan(self.rooms[key], f"prefill {gone.role} {gone.node} died before the commit")
+        for key in gone.prompts - gone.rooms:
+            self._remember_failure(key, PeerLost(f"prefill {gone.role} {gone.node} died before there was room for it", room=key[0], retryable=True))
         for key in [k for k, w in self.waiters.items() if w.session == session]:
             del self.waiters[key]
 
@@ -106,9 +108,11 @@ class Tier:
         """Ends what has expired; returns seconds until the next expiry (at most 1)."""
         now = self.clock()
         for key, waiter in list(self.waiters.items()):
-            if now >= waiter.deadline:
+            if now >= waiter.due:
                 del self.waiters[key]
                 error = DeadlineExceeded("no prefill worker committed this room in time", room=key[0], peer=f"tier {self.epoch[:8]}")
+                if now < waiter.deadline:
+                    error = PeerLost("its prompt has not reached a prefill worker", room=key[0], peer=f"tier {self.epoch[:8]}", retryable=True)
                 self.outbox.append((waiter.session, m.failure(error, waiter.seq)))
         for number, lease in list(self.leases.items()):
             if now >= lease.expires + self.limits.grace_seconds:
@@ -125,7 +129,7 @@ class Tier:
                 self.disconnect(session)
         self.failed = {k: v for k, v in self.failed.items() if now < v[1]}
         self.cancelled = {k: t for k, t in self.cancelled.items() if now < t}
-        dues = [w.deadline for w in self.waiters.values()] + [x.expires + self.limits.grace_seconds for x in self.leases.values()]
+        dues = [w.due for w in self.waiters.values()] + [x.expires + self.limits.grace_seconds for x in self.leases.values()]
         more = self.wiper.step() if self.wiper is not None else 1.0
         return max(0.01, min([1.0, more] + [d - now for d in dues]))
 
@@ -174,7 +178,7 @@ class Tier:
     # -- writer -------------------------------------------------------------------------------------------------
 
     def _open(self, session, request: m.Open) -> m.Reply | None:
-        hashes = self._check_open(request)
+        hashes = self._check_open(session, request)
         try:
             records, fresh = self.table.reserve(hashes, request.private)
         except CapacityError as error:
@@ -183,8 +187,8 @@ class Tier:
         room = self._add(Room((request.room, request.rank), session, records, fresh, request.seed, request.hashes))
         return self._opened(room, request.seq, np.zeros(len(records), np.uint64))
 
-    def _check_open(self, request: m.Open) -> list[bytes]:
-        """The page hashes. Raises ``DuplicateRoom``, ``ProtocolError``."""
+    def _check_open(self, session, request: m.Open) -> list[bytes]:
+        """The page hashes. Whoever waits for the room may wait on, also while there is none. Raises ``DuplicateRoom``, ``ProtocolError``."""
         key = (request.room, request.rank)
         if key in self.rooms or key in self.leased_keys:
             raise DuplicateRoom("the bootstrap room is in use", room=request.room)
@@ -193,6 +197,10 @@ class Tier:
             raise ProtocolError("page list out of bounds", room=request.room, limit=f"1..{m.MAX_RECORDS} pages")
         if len(request.seed) not in ((HASH_BYTES,) if hashes else (0, HASH_BYTES)):
             raise ProtocolError("hashes without the seed of their chain", room=request.room, limit=f"{HASH_BYTES} bytes")
+        if len(self.sessions[session].prompts) < MAX_REMEMBERED:
+            self.sessions[session].prompts.add(key)
+        if key in self.waiters:
+            self.waiters[key].begin_by = float("inf")
         return hashes
 
     def _add(self, room: Room) -> Room:
@@ -214,23 +222,9 @@ class Tier:
 
     def _commit(self, session, request: m.Commit) -> m.Reply | None:
         room = self._own_room(session, request)
-        self._seal(room, self._check_commit(room, request))
+        self._seal(room, check_commit(room, request, self.layout))
         self._publish(room, request)
         return m.Ok(seq=request.seq)
-
-    def _check_commit(self, room: Room, request: m.Commit | m.Fill) -> np.ndarray:
-        """The roots, uint64 [pages]. Raises ``ProtocolError``."""
-        roots = m.unpack(request.roots, "u8", count=len(room.records))
-        pages = -(-request.prompt_tokens // self.layout.block_tokens)
-        if pages != len(room.records) or tuple(map(len, request.metadata)) != self.layout.metadata_lens:
-            raise ProtocolError("the commit does not match what was opened", room=request.room, limit=f"{len(room.records)} pages")
-        # Which blocks it names is the reader's to check: the tier only bounds what it keeps.
-        ranked, rest = divmod(len(request.ranking), 4 * self.layout.pieces)
-        whole = request.prompt_tokens // self.layout.block_tokens
-        if rest or ranked > whole:
-            raise ProtocolError(f"a ranking of {len(request.ranking)} bytes does not fit the prompt", room=request.room,
-                                limit=f"{self.layout.pieces} pieces, {whole} whole blocks")
-        return roots
 
     def _seal(self, room: Room, roots: np.ndarray) -> None:
         fresh, pages = np.flatnonzero(room.fresh), len(room.records)
@@ -256,6 +250,7 @@ class Tier:
         if room is not None and room.session == session and room.manifest is None:
             self._fail(room, _given_up(request))
         elif room is None:
+            self.sessions[session].prompts.discard((request.room, request.rank))
             self._remember_failure((request.room, request.rank), _given_up(request))
         return m.Ok(seq=request.seq)
 
@@ -279,8 +274,9 @@ class Tier:
             raise type(error)(error.message, room=request.room, retryable=error.retryable)  # as who waited was told
         if key in self.cancelled or (room is not None and room.cancelled):
             raise RoomFailed("a reader cancelled the room", room=request.room)
-        seconds = request.seconds if request.seconds > 0 else 0.0  # not max(): it would let NaN through
-        self.waiters[key] = Waiter(session, request.seq, self.clock() + min(seconds, MAX_WAIT_SECONDS))
+        seconds, begin = (x if x > 0 else 0.0 for x in (request.seconds, request.begin))  # not max(): it would let NaN through
+        now, begun = self.clock(), room is not None or any(key in s.prompts for s in self.sessions.values())
+        self.waiters[key] = Waiter(session, request.seq, now + min(seconds, MAX_WAIT_SECONDS), float("inf") if begun else now + begin)
         return None
 
     def _lease(self, session, key: Key | None, records: np.ndarray) -> int:
@@ -377,7 +373,7 @@ class Tier:
         waiter = self.waiters.pop(key, None)
         if waiter is not None:
             self.outbox.append((waiter.session, m.failure(error, waiter.seq)))
-        else:
+        elif key not in self.failed:  # the first reason: what its worker says after it was cut off is not why
             self.failed[key] = (error, self.clock() + self.limits.room_seconds)
             if len(self.failed) > MAX_REMEMBERED:
                 del self.failed[next(iter(self.failed))]
@@ -390,6 +386,7 @@ class Tier:
         del self.rooms[room.key]
         if (session := self.sessions.get(room.session)) is not None:
             session.rooms.discard(room.key)
+            session.prompts.discard(room.key)
 
     def _end_lease(self, number: int) -> None:
         lease = self.leases.pop(number)
@@ -398,5 +395,5 @@ class Tier:
         self.table.unhold(lease.records)
 
 
-def _given_up(request: m.Abort) -> RoomFailed:
-    return RoomFailed(request.reason, room=request.room, retryable=request.retryable)
+def _given_up(request: m.Abort) -> OasisError:
+    return (PeerLost if request.lost else RoomFailed)(request.reason, room=request.room, retryable=request.retryable)

@@ -136,14 +136,9 @@ class WorkerClient:
         if self._socket is None:
             return False
         try:
-            self._socket.setblocking(False)
-            return self._socket.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:
-            return True
+            return not self._readable(0) or self._socket.recv(1, socket.MSG_PEEK) != b""
         except OSError:
             return False
-        finally:
-            self._socket.settimeout(self.timeout)
 
     def close(self) -> None:
         """Idempotent."""

@@ -22,8 +22,8 @@ AFTERMATH_S = 4.0
 BASELINE_S = 120.0
 LOOK_S = 0.2
 
-CONFIG = {"budget_tokens": 1024, "silence_seconds": SILENCE_SECONDS, "read_seconds": SILENCE_SECONDS, "await_seconds": 60.0, "reserve_seconds": 20.0,
-          "recompute_seconds": 30.0, "host_cache_bytes": 128 << 20, "staging_bytes": 32 << 20}
+CONFIG = {"budget_tokens": 1024, "silence_seconds": SILENCE_SECONDS, "read_seconds": SILENCE_SECONDS, "await_seconds": 60.0, "begin_seconds": 15.0,
+          "reserve_seconds": 20.0, "recompute_seconds": 30.0, "host_cache_bytes": 128 << 20, "staging_bytes": 32 << 20}
 """Oasis options. Short deadlines, so that all of them are met within a soak."""
 TIER_FLAGS = ("--lease-seconds", "10", "--grace-seconds", "2", "--room-seconds", "30", "--drain-seconds", "10")
 CAPACITY, CONTEXT = 4, 8192

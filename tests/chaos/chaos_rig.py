@@ -52,12 +52,14 @@ def request(prompt: Sequence[int], output: int, *, stream: bool = False, **more)
     return {"input_ids": list(prompt), "rid": f"chaos-{next(_rooms)}", "stream": stream, "sampling_params": sampling, **more}
 
 
-def pair(stack: Stack, prompt: Sequence[int], output: int, *, room: int | None = None, exact: bool = False, stream: bool = False) -> tuple[Asking, Asking]:
-    """The same request at both workers, as the router sends it: (prefill's, decode's). ``exact``: it holds all its blocks."""
+def pair(stack: Stack, prompt: Sequence[int], output: int, *, room: int | None = None, exact: bool = False, stream: bool = False,
+         oasis: dict | None = None) -> tuple[Asking, Asking]:
+    """The same request at both workers, as the router sends it: (prefill's, decode's). ``exact``: it holds all its blocks; ``oasis``: options
+    of the request."""
     body = request(prompt, output, stream=stream, bootstrap_host="127.0.0.1", bootstrap_port=stack.bootstrap_port,
                    bootstrap_room=next_room() if room is None else room)
-    if exact:
-        body["sampling_params"]["custom_params"] = {"oasis": {"mode": "exact"}}
+    if oasis := ({"mode": "exact"} if exact else {}) | (oasis or {}):
+        body["sampling_params"]["custom_params"] = {"oasis": oasis}
     return started(stack.urls["prefill"], body, wanted=1), started(stack.urls["decode"], body, wanted=output)
 
 

@@ -61,7 +61,7 @@ def running_stack(model, hold, wall_clock, tmp_path_factory) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("chaos")
     spec = StackSpec(
         "oasis", model, arena_bytes=40 << 20, max_total_tokens=12_000, prefill_flags=("--chunked-prefill-size", "1024"),
-        config={"budget_tokens": BUDGET, "tail_tokens": TAIL, "silence_seconds": SILENCE, "read_seconds": SILENCE, "await_seconds": 30.0,
+        config={"budget_tokens": BUDGET, "tail_tokens": TAIL, "silence_seconds": SILENCE, "read_seconds": SILENCE, "await_seconds": 30.0, "begin_seconds": 5.0,
                 "reserve_seconds": RESERVE, "recompute_seconds": 20.0, "drain_seconds": DRAIN, "host_cache_bytes": 256 << 20, "hold_reads_file": str(hold)},
         tier_flags=("--lease-seconds", str(LEASE), "--grace-seconds", str(GRACE), "--room-seconds", "12", "--drain-seconds", "20"))
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH"))))
@@ -107,9 +107,8 @@ def stack(running_stack, hold, expected) -> Iterator[Stack]:
 
 def restored(stack: Stack, hold: Path) -> Stack:
     hold.unlink(missing_ok=True)
-    for name, server in stack.servers.items():
+    for server in stack.servers.values():
         server.signal(signal.SIGCONT, group=True)
-        if server.poll() is not None:
-            stack.restart(name)
+    stack.restart(*(name for name, server in stack.servers.items() if server.poll() is not None))
     at_rest(stack)
     return stack

@@ -5,35 +5,29 @@ Whoever is lied to is told what was wrong with it; everybody else is answered as
 
 from __future__ import annotations
 
-import http.client
-import json
-import socket
-import sys
-from collections import Counter
-from contextlib import ExitStack, suppress
-from pathlib import Path
-from typing import get_args
+from contextlib import ExitStack
 
 import msgspec
-import psutil
 import pytest
-import requests
-import zmq
-from chaos_rig import Blow, answered, at_rest, ended, inventory, pair, running, sets, totals
+from chaos_rig import OUTPUT, Blow, answered, at_rest, ended, flush, inventory, pair, running, sets, totals, unseen
 from foreign_rig import Foreign, peer_row
-from test_chaos import STEADY
+from garbage_rig import (
+    dealer,
+    listening,
+    sound_requests,
+    talk_to_its_socket,
+    talk_to_the_bootstrap_server,
+    talk_to_the_data_plane,
+    talk_to_the_tier,
+    throw_at,
+    welcome_of,
+)
 
-from oasis_sglang.bench.meters import tree
 from oasis_sglang.soak import baseline
 from oasis_sglang.soak.asking import REFUSED
 from transport import messages as m
-from transport.errors import IntegrityError, LayoutMismatch, ProtocolError
-from transport.integrity import roots
-from transport.planes.zmq import VERSION, ReadReply, ReadRequest
+from transport.errors import LayoutMismatch
 from transport.worker_client import WorkerClient
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "unit"))
-from hostile_rig import bytes_of, damaged, frames_of, of_message, seeds  # noqa: E402
 
 replace = msgspec.structs.replace
 ALONG = 250
@@ -57,160 +51,26 @@ def now(stack) -> dict:
 # -- hostile bytes ------------------------------------------------------------------------------------------------
 
 
-def dealer(undo: ExitStack, address: str, **options) -> zmq.Socket:
-    socket = undo.enter_context(zmq.Context()).socket(zmq.DEALER)
-    socket.linger, socket.rcvtimeo = 0, 10_000
-    for name, value in options.items():
-        setattr(socket, name, value)
-    socket.connect(address)
-    undo.callback(socket.close)
-    return socket
-
-
-def welcome_of(reader: zmq.Socket, row, role: str = "reader") -> m.Welcome:
-    reader.send(m.encode(m.Hello(protocol=m.PROTOCOL, role=role, node="hostile", rank=0, layout=row.layout, fingerprint=row.fingerprint, control="hostile")))
-    return m.raise_failure(m.decode_reply(reader.recv()), peer="tier")
-
-
-def sound_requests(row, welcome: m.Welcome) -> list[m.Message]:
-    """One of each kind, as the real ones are."""
-    layout, at, pages = row.layout, dict(room=77, rank=0), dict(seed=bytes(32), hashes=bytes(range(64)), private=1)
-    hello = dict(protocol=m.PROTOCOL, node="hostile", rank=0, layout=layout, fingerprint=row.fingerprint)
-    commit = dict(at, prompt_tokens=40, roots=bytes(24), ranking=b"", metadata=tuple(map(bytes, layout.metadata_lens)))
-    epoch = dict(epoch=welcome.epoch)
-    found = [m.Hello(role="reader", **hello), m.Ping(), m.Open(**at, **pages, wish=m.Wish(0, 2, 1, 0.1)), m.Commit(**commit), m.Abort(**at, reason="r"),
-             m.Fill(**commit, sources=bytes(12), generations=bytes(24), geometry=welcome.geometry, endpoints=welcome.endpoints),
-             m.Await(**epoch, **at, seconds=0.5), m.Renew(**epoch, leases=bytes(16)), m.Release(**epoch, leases=bytes(8)), m.Cancel(**epoch, **at),
-             m.Lookup(**epoch, hashes=bytes(range(96)), hold=True),
-             m.Donate(**epoch, depth=0, hashes=bytes(32), payloads=bytes(layout.payload_bytes), summaries=bytes(layout.summary_total), checks=bytes(8))]
-    assert {type(request) for request in found} == set(get_args(m.Request))
-    return found
-
-
-def no_request(raw: bytes) -> bool:
-    try:
-        m.decode_request(raw)
-    except ProtocolError:
-        return True
-    return False
-
-
-def talk_to_the_tier(undo, row) -> Counter:
-    """Damaged requests of a stranger, of a reader and of another tier. What it answered, and how many of them were ``none`` at all."""
-    found = Counter()
-    for start, role in ((1000, ""), (2000, "reader"), (3000, "tier")):
-        hostile = dealer(undo, row.control)
-        welcome = welcome_of(hostile, row, role or "reader")
-        if not role:
-            hostile = dealer(undo, row.control)
-        sound = sound_requests(row, welcome)
-        for _, rng in seeds(150, start):
-            raw = of_message(rng.choice(sound), rng)
-            found["none"] += no_request(raw)
-            hostile.send(raw)
-            if rng.random() < 0.1:
-                hostile.send_multipart([rng.randbytes(rng.choice([0, 5, 500])) for _ in range(rng.randint(2, 9))])
-                found["none"] += 1
-        hostile.send(bytes(m.MAX_READER_MESSAGE + 1))
-        hostile.send(m.encode(m.Ping(seq=99)))
-        while not (isinstance(reply := m.decode_reply(hostile.recv()), m.Ok) and reply.seq == 99):
-            found[getattr(reply, "code", type(reply).__name__)] += 1
-    deaf = dealer(undo, row.control, rcvhwm=1)
-    for _ in range(3000):
-        deaf.send(m.encode(m.Ping()))
-    return found
-
-
-def talk_to_its_socket(path: str, sound: list[m.Message]) -> int:
-    """How many connections it had to end."""
-    hello, ended = replace(sound[0], role="worker"), 0
-    with_hello = m.LENGTH.pack(len(raw := m.encode(hello))) + raw
-    garbage = [frame for _, rng in seeds(3, 4000) for frame in frames_of(raw, m.MAX_MESSAGE, rng)]
-    for _, rng in seeds(60, 5000):
-        ended += no_request(damage := of_message(rng.choice(sound), rng))
-        garbage.append(with_hello * (rng.random() < 0.5) + m.LENGTH.pack(len(damage)) + damage)
-    for raw in garbage:
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.connect(path)
-            with suppress(OSError):
-                sock.sendall(raw)
-                sock.shutdown(socket.SHUT_WR)
-                sock.settimeout(10)
-                while sock.recv(1 << 16):
-                    pass
-    return ended
-
-
-def talk_to_the_data_plane(undo, endpoint) -> None:
-    reader = dealer(undo, endpoint.address)
-    sound = [ReadRequest(VERSION, endpoint.name, 1, bytes(16), bytes([64, *bytes(7)]) * 2), ReadRequest(VERSION, endpoint.name, 2, bytes(8), bytes([1, *bytes(7)]))]
-    for _, rng in seeds(150, 6000):
-        reader.send_multipart([of_message(rng.choice(sound), rng)] * rng.choice([1, 1, 1, 2]))
-    reader.send(msgspec.msgpack.encode(replace(sound[0], number=2**40)))
-    errors = Counter()
-    while (reply := msgspec.msgpack.decode((answer := reader.recv_multipart())[0], type=ReadReply)).number != 2**40 or reply.error:
-        errors[reply.error] += 1
-    assert sum(map(len, answer[1:])) == 128 and errors["BoundsError"] and errors["StaleEpoch"] and errors["ProtocolError"]
-
-
-def talk_to_the_bootstrap_server(base: str, row) -> None:
-    """Whatever comes without the worker's secret is refused, what other tier or layout it may name."""
-    good = msgspec.json.encode(row)
-    lies = [replace(row, epoch="0" * 32), replace(row, control="tcp://127.0.0.1:1"), replace(row, layout=replace(row.layout, kv_heads=7)),
-            replace(row, dp_rank=3), replace(row, fingerprint="0" * 64)]
-    rows = [msgspec.json.encode(lie) for lie in lies] + [good]
-    for _, rng in seeds(40, 7000):
-        rows.append(bytes_of(good, rng) if rng.random() < 0.5 else json.dumps(damaged(msgspec.to_builtins(row), rng), default=str).encode())
-    topology = requests.get(route := f"{base}/route", params={f"{key}_rank": -1 for key in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}).json()
-    for raw in rows:
-        assert 400 <= requests.put(f"{base}/oasis/peer", data=raw, headers={"Oasis-Registration": "0" * 32}).status_code < 500
-        requests.put(route, data=raw)
-        with suppress(requests.RequestException):
-            requests.get(f"{base}/oasis/peer", params={"dp_rank": raw[:20], "tp_rank": "1e9"})
-    assert topology == requests.get(route, params={f"{key}_rank": -1 for key in ("prefill_dp", "prefill_cp", "target_tp", "target_pp")}).json()
-
-
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
-READY = b"\x04\x1a\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
-HTTP = b"GET /state HTTP/1.1\r\nHost: x\r\n"
-RAW = [b"", b"\0", bytes(64), b"\xff" * 200, b"GET /st", HTTP, HTTP + b"Content-Length: 99999999999999999999\r\n\r\n", HTTP + b"X: " + b"y" * 100_000 + b"\r\n\r\n",
-       HTTP + b"Transfer-Encoding: chunked\r\n\r\nZZZ\r\n", b"POST /healthz HTTP/9.9\r\n\r\n", b"GET /../../etc/passwd HTTP/1.1\r\n\r\n", GREETING[:10], GREETING,
-       GREETING + READY + b"\x02" + b"\x7f" + b"\xff" * 7, GREETING + READY + b"\x03\x00" * 50, GREETING[:12] + b"CURVE" + bytes(47), b"\x16\x03\x01\x02\x00\x01\x00"]
-
-
-def listening(stack) -> set[tuple[str, int]]:
-    """Every address at which the tier, a worker, or what they started takes connections."""
-    pids = {pid for name in ("tier", "prefill", "decode") for pid in tree([stack.servers[name].pid])}
-    return {(c.laddr.ip, c.laddr.port) for pid in pids for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-
-
-def throw_at(address: tuple[str, int], undo: ExitStack) -> None:
-    """And keep every connection open, half of them in the middle of something."""
-    for raw in [*RAW, *(rng.randbytes(rng.choice([9, 64, 5000])) for _, rng in seeds(6, 8000))]:
-        with suppress(OSError):
-            sock = undo.enter_context(socket.create_connection(address, timeout=5))
-            sock.sendall(raw)
-
-
 def test_garbage_on_every_socket(stack, prompts, expected):
     before, refused = now(stack), totals(stack, "tier").get("refused", 0)
     restarts = {name: totals(stack, "tier").get(name, 0) for name in ("data_plane_restarts", "mover_restarts")}
     row, path = peer_row(stack), baseline.worker(stack, "prefill")["tier"]
-    needs, fits = pair(stack, prompts.selects, ALONG)[1], pair(stack, prompts.fits, STEADY)[1]
-    running(stack, 2)
-    blow, doors = Blow("hostile bytes", "some 2,000 damaged messages and half-open connections, to every socket of tier, prefill and decode"), listening(stack)
-    known = [row.control.rpartition(":")[2], stack.bootstrap_port, *(stack.urls[name].rpartition(":")[2] for name in ("tier", "prefill", "decode"))]
-    assert {int(port) for port in known} <= {port for _, port in doors}
+    needs, fits = pair(stack, prompts.selects, ALONG)[1], pair(stack, prompts.fits, OUTPUT)[1]
+    running(stack)
+    blow = Blow("hostile bytes", "some 2,000 damaged messages and half-open connections, to every socket of tier, prefill and decode")
+    tiers, others = listening(stack, "tier"), listening(stack, "prefill") | listening(stack, "decode")
+    known = {int(port) for port in [stack.bootstrap_port, *(stack.urls[name].rpartition(":")[2] for name in ("tier", "prefill", "decode"))]}
+    assert known <= {port for _, port in tiers | others} and len(tiers) >= 4 and len(others) > 4
     with ExitStack() as undo:
-        for address in doors:
-            throw_at(address, undo)
+        for address in tiers | others:
+            throw_at(address, undo, all_of_it=address in tiers or address[1] in known)
         replies = talk_to_the_tier(undo, row)
         assert totals(stack, "tier")["refused"] - refused >= replies["none"] > 100
         blow.noticed()
         assert {"ProtocolError", "StaleEpoch", "LayoutMismatch"} <= set(replies), replies
         welcome = welcome_of(dealer(undo, row.control), row)
         refused = totals(stack, "tier")["refused"]
-        ended_by_it = talk_to_its_socket(path, sound_requests(row, welcome))
+        ended_by_it = talk_to_its_socket(undo, path, sound_requests(row, welcome))
         assert totals(stack, "tier")["refused"] - refused >= ended_by_it > 10
         talk_to_the_data_plane(undo, next(e for e in welcome.endpoints if e.kind == "zmq"))
         talk_to_the_bootstrap_server(f"http://127.0.0.1:{stack.bootstrap_port}", row)
@@ -218,9 +78,105 @@ def test_garbage_on_every_socket(stack, prompts, expected):
         along = [pair(stack, prompts.fits, 16)[1] for _ in range(3)]
         for asking in along:
             answered(asking, expected["fits"])
-        answered(fits, expected["fits"] if fits.outcome.wanted <= len(expected["fits"]) else None)
+        answered(fits, expected["fits"])
         answered(needs)
     at_rest(stack)
     blow.restored(needs, fits, *along)
     assert restarts == {name: totals(stack, "tier").get(name, 0) for name in restarts}
     as_ever(stack, before, prompts, expected)
+
+
+# -- a tier that lies ---------------------------------------------------------------------------------------------
+
+
+def packed(raw: bytes, dtype: str, at: int, value: int) -> bytes:
+    """An array of a message with another value at one place."""
+    values = m.unpack(raw, dtype).copy()
+    values[at] = value
+    return m.pack(values, dtype)
+
+
+def page_less(sent: m.Manifest) -> m.Manifest:
+    """A sound manifest of a prompt that is a page shorter."""
+    pages = sent.prompt_tokens // sent.layout.block_tokens - 1
+    return replace(sent, prompt_tokens=pages * sent.layout.block_tokens, records=sent.records[: 4 * pages], generations=sent.generations[: 8 * pages],
+                   roots=sent.roots[: 8 * pages], hashes=sent.hashes[: 32 * pages], ranking=b"")
+
+
+def other_bytes(sent: m.Manifest) -> m.Manifest:
+    """Roots that do not match what the data plane delivers."""
+    return replace(sent, roots=packed(sent.roots, "u8", 2, 1))
+
+
+def lies(records: int, layout) -> dict:
+    """By name: how the manifest of 400 tokens is false, and what its reader is told: the error's type, the field or the limit."""
+    return {
+        "another model": (lambda x: replace(x, fingerprint="0" * 64), "LayoutMismatch", "fingerprint"),
+        "another layout": (lambda x: replace(x, layout=replace(x.layout, kv_heads=layout.kv_heads + 1)), "LayoutMismatch", "kv_heads"),
+        "a record that there is not": (lambda x: replace(x, records=packed(x.records, "u4", 3, records)), "BoundsError", f"{records} records"),
+        "a record far away": (lambda x: replace(x, records=packed(x.records, "u4", 0, 2**32 - 1)), "BoundsError", f"{records} records"),
+        "a record too few": (lambda x: replace(x, records=x.records[:-4]), "ProtocolError", "where 25 u4 were due"),
+        "a page less": (page_less, "RoomFailed", "400 tokens here, 384 committed"),
+        "a short hand-over row": (lambda x: replace(x, metadata=(x.metadata[0][:-8], *x.metadata[1:])), "LayoutMismatch", "hand-over row"),
+        "a hand-over row less": (lambda x: replace(x, metadata=x.metadata[:-1]), "LayoutMismatch", "hand-over row"),
+        "another request's hand-over row": (lambda x: replace(x, metadata=(*x.metadata[:-1], bytes([1, *bytes(len(x.metadata[-1]) - 1)]))), "HTTP 500", "Metadata corruption"),
+        "another room": (lambda x: replace(x, room=x.room + 1), "ProtocolError", "another room"),
+        "another epoch": (lambda x: replace(x, epoch="0" * 32), "ProtocolError", "another room"),
+        "a ranking of nothing": (lambda x: replace(x, ranking=m.pack([[25]] * layout.pieces, "u4")), "ProtocolError", "25 whole blocks"),
+        "a page twice": (lambda x: replace(x, hashes=x.hashes[:32] * 25), "ProtocolError", "twice"),
+        "no manifest": (lambda x: m.Ok(seq=x.seq), "ProtocolError", "something else than a manifest"),
+        "a lease below zero": (lambda x: replace(x, lease=-1), "ProtocolError", "$.lease"),
+        "no message": (lambda x: b"\xc1" * 40, "ProtocolError", "undecodable"),
+    }
+
+
+def test_a_tier_in_the_middle_that_lies(stack, prompts, expected):
+    """Everything that it does not change is the real tier's: told as it was, it is believed."""
+    flush(stack)
+    before, had = now(stack), totals(stack, "decode")
+    needs = pair(stack, prompts.selects, 2 * ALONG)[1]
+    running(stack)
+    blow, told, others = Blow("foreign manifest", "manifests of another model, layout, room, size, with other roots and records, by a tier in the middle"), [], []
+    with Foreign(stack) as foreign:
+        for lie, field in ((dict(layout=replace(foreign.row.layout, kv_heads=7)), "kv_heads"), (dict(fingerprint="0" * 64), "model differs")):
+            foreign.lies = lie
+            told.append(asking := foreign.ask(prompts.fits, 4))
+            outcome = ended(asking)
+            assert (outcome.status, outcome.error) == (REFUSED, "LayoutMismatch") and field in outcome.told, outcome
+        blow.noticed()
+        foreign.lies = {}
+        for prompt in (prompts.fits, unseen(prompts.selects)):  # decode has nothing of either
+            told.append(asking := foreign.ask(prompt, 16, other_bytes, on_failure="fail"))
+            outcome = ended(asking)
+            assert (outcome.status, outcome.error, outcome.code) == (REFUSED, "IntegrityError", 503) and "differ from what was published" in outcome.told, outcome
+        others.append(foreign.ask(prompts.fits, 16, other_bytes))
+        answered(others[-1], expected["fits"])  # computed again, in a room of which it is told the truth
+        assert totals(stack, "decode").get("recomputed", 0) == had.get("recomputed", 0) + 1
+        for name, (change, error, words) in lies(inventory(stack)["records"], foreign.row.layout).items():
+            told.append(asking := foreign.ask(prompts.fits, 16, change, on_failure="fail"))
+            others.append(pair(stack, prompts.fits, 16)[1])
+            outcome = ended(asking)
+            assert (outcome.status, outcome.error, outcome.code) == (REFUSED, error, 500) and words in outcome.told, (name, outcome)
+            answered(others[-1], expected["fits"])
+        assert len(foreign.changed) == len(told) - 1, "each lie was told"
+        others.append(foreign.ask(prompts.selects, 4))
+        answered(others[-1])
+    answered(needs)
+    at_rest(stack)
+    blow.restored(needs, *told, *others)
+    as_ever(stack, before, prompts, expected)
+
+
+@pytest.mark.parametrize("field, value", [("kv_heads", 4), ("dtype", "bfloat16"), ("block_tokens", 32), ("tp_size", 2), ("summary", "none")])
+def test_a_worker_of_another_layout_is_told_the_field(stack, prompts, expected, field, value):
+    row, path = peer_row(stack), baseline.worker(stack, "prefill")["tier"]
+    workers = inventory(stack)["workers"]
+    other = replace(row.layout, **{field: value})
+    worker = WorkerClient(path)
+    with pytest.raises(LayoutMismatch, match=field):
+        worker.attach(node="foreign", rank=0, layout=other, fingerprint=row.fingerprint)
+    assert not worker.alive()
+    with ExitStack() as undo, pytest.raises(LayoutMismatch, match=field):
+        welcome_of(dealer(undo, row.control), replace(row, layout=other))
+    assert inventory(stack)["workers"] == workers
+    answered(pair(stack, prompts.fits, 4)[1], expected["fits"])

@@ -1,7 +1,6 @@
 """Requests that end early give everything back; a dead prefill worker takes nothing committed with it."""
 
 import random
-import signal
 import time
 
 import matrix
@@ -174,43 +173,3 @@ def test_stock_health_generation_passes(stack):
         with urllib.request.urlopen(stack.urls[name] + "/health_generate", timeout=60) as reply:
             assert reply.status == 200
     assert_baseline(stack)
-
-
-def test_prefill_killed_after_the_commit(fresh_stack, prompts, goldens, models, tmp_path):
-    """Decision 30: SIGKILL before decode's first read; decode's own answer is complete and exact."""
-    hold = tmp_path / "reads"
-    expected = goldens.get(models.s4, prompts, matrix.OUTPUT_TOKENS)
-    with fresh_stack("oasis", config={"hold_reads_file": str(hold), "await_seconds": 20.0, "silence_seconds": 5.0}) as stack:
-        hold.touch()
-        prefill, decode = pair(stack, prompts[4], max_new_tokens=matrix.OUTPUT_TOKENS)
-        wait_for(lambda: tier(stack)["inventory"]["leases"] == 1, "the commit was claimed")
-        assert worker(stack, "decode")["plane"]["reads"] == 0
-        stack.servers["prefill"].signal(signal.SIGKILL, group=True)
-        wait_for(lambda: tier(stack)["inventory"]["workers"] == 0, "the tier noticed")
-        time.sleep(12)  # longer than decode's heartbeats need to declare the prefill node dead
-        hold.unlink()
-        assert decode.result().output_ids == expected[4]
-        assert worker(stack, "decode")["plane"]["landed_bytes"] > 0
-
-        # Without a commit there is nothing to admit: the client gets an error that names the peer, and nothing is kept.
-        orphan = Post(stack.urls["decode"], body(stack, prompts[1], room=next_room(), max_new_tokens=4))
-        answer = orphan.result(60)
-        assert answer.status == 503 and "127.0.0.1" in answer.text
-        wait_for(lambda: not any(v for k, v in _without_prefill(stack).items()), "baseline")
-
-
-def _without_prefill(stack):
-    t, d = tier(stack)["inventory"], worker(stack, "decode")
-    return {"writing": t["writing"], "leased": t["leased"], "rooms": t["rooms"], "leases": t["leases"], "waiters": t["waiters"],
-            "pulls": d["pulls"], "kv": d["kv_pool_tokens"], "windows": d["staging"]["leased"] + d["staging"]["quarantined"]}
-
-
-def test_prefill_killed_before_the_commit(fresh_stack, prompts, tmp_path):
-    """Decode never admits, the error names the prefill worker, its half-written records are reclaimed."""
-    with fresh_stack("oasis", config={"await_seconds": 60.0, "on_failure": "fail"}) as stack:
-        _, decode = pair(stack, prompts[8], max_new_tokens=4)
-        wait_for(lambda: tier(stack)["inventory"]["rooms"] == 1 and tier(stack)["inventory"]["waiters"] == 1, "the room is open and awaited")
-        stack.servers["prefill"].signal(signal.SIGKILL, group=True)
-        answer = decode.result(60)
-        assert answer.status == 503 and "died before the commit" in answer.text
-        wait_for(lambda: not any(_without_prefill(stack).values()), "baseline")

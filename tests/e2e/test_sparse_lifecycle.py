@@ -1,12 +1,10 @@
 """Requests with working sets that end early, step aside, are retracted, or lose their tier."""
 
-import signal
 
 import matrix
 import pytest
-from pd import assert_baseline, flush, held, pair, wait_for, worker
+from pd import assert_baseline, flush, pair, wait_for, worker
 
-from oasis_sglang.client import generate
 from oasis_sglang.processes import Processes
 from oasis_sglang.stack import Stack, StackSpec, import_environment
 
@@ -131,22 +129,3 @@ def test_retracted_requests_go_on_where_they_were(models, stacks, prompts, expec
         assert_baseline(stack)
     log = (tmp_path / "run" / "decode.log").read_text(errors="replace")
     assert log.count("#retracted_reqs: ") >= 10
-
-
-def test_a_tier_that_stops_takes_along_those_who_need_it_only(fresh_stack, prompts, expected):
-    with fresh_stack("oasis", config={"budget_tokens": BUDGET, "silence_seconds": 3.0, "read_seconds": 3.0, "on_failure": "fail"},
-                     prefill_flags=("--max-total-tokens", "20000"),
-                     decode_flags=("--max-total-tokens", "4000")) as stack:
-        needs, fits = pair(stack, prompts[6], max_new_tokens=2000)[1], pair(stack, prompts[2], max_new_tokens=400)[1]
-        wait_for(lambda: worker(stack, "decode")["working_sets"]["live"] == 2 and sets(stack)["steps"].get("steps", 0) > 0, "both run")
-        stack.servers["tier"].signal(signal.SIGSTOP)
-        try:
-            failed = needs.result(120)
-            assert failed.status >= 400 or '"abort"' in failed.text
-            assert "PeerLost" in failed.text or "DeadlineExceeded" in failed.text, failed.text
-            assert fits.result(120).output_ids[: matrix.OUTPUT_TOKENS] == expected[2]
-        finally:
-            stack.servers["tier"].signal(signal.SIGCONT)
-        wait_for(lambda: not any(value for name, value in held(stack).items() if not name.startswith("tier")), "decode at its baseline")
-        assert generate(stack.url, prompts[1], max_new_tokens=8).output_ids == expected[1][:8]
-        assert_baseline(stack)

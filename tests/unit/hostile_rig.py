@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Iterator
 
 import msgspec
@@ -75,7 +76,20 @@ def of_message(message: msgspec.Struct, rng: random.Random) -> bytes:
     """MessagePack of ``message`` with changed fields, or damaged as bytes."""
     if rng.random() < 0.3:
         return bytes_of(msgspec.msgpack.encode(message), rng)
-    return msgspec.msgpack.encode(damaged(msgspec.to_builtins(message, builtin_types=(bytes,)), rng))
+    fields = msgspec.to_builtins(message, builtin_types=(bytes,))
+    if isinstance(fields, list):  # a struct that travels as an array
+        return msgspec.msgpack.encode(list(damaged(dict(enumerate(fields)), rng).values()))
+    return msgspec.msgpack.encode(damaged(fields, rng))
+
+
+def frames_of(message: bytes, limit: int, rng: random.Random) -> list[bytes]:
+    """What a socket may get in place of ``message`` behind its length of 4 bytes, which is ``limit`` at most: each ends a connection."""
+    def framed(length: int, rest: bytes = b"") -> bytes:
+        return struct.pack("<I", length) + rest
+
+    n = len(message)
+    return [b"", b"\0", framed(0), framed(2**32 - 1), framed(limit + 1, bytes(100)), framed(100, bytes(5)), framed(64, rng.randbytes(64)), rng.randbytes(1000),
+            framed(n, message[: n // 2]), framed(n, message[:-1] + b"\xc1"), framed(n, message) + rng.randbytes(7)]
 
 
 def seeds(count: int, start: int) -> Iterator[tuple[int, random.Random]]:

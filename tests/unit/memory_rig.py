@@ -11,7 +11,7 @@ import uuid
 import node_rig
 import numpy as np
 import zmq
-from node_rig import FINGERPRINT, LocalTier, Prefill, small_layout, until
+from node_rig import FINGERPRINT, WAIT, LocalTier, Prefill, small_layout, until
 
 from prefill_node.publisher import COMMITTED
 from transport import messages as m
@@ -22,17 +22,21 @@ from transport.tier import TierLimits
 
 LAYOUT = small_layout()
 RECORD_BYTES = LAYOUT.payload_bytes + LAYOUT.index_bytes
-LIMITS = TierLimits(lease_seconds=1.5, grace_seconds=0.2, room_seconds=1.5)
+LIMITS = TierLimits(lease_seconds=10.0, grace_seconds=0.2, room_seconds=60.0)
+"""So that nothing expires on a slow machine that a test has not given up."""
+SHORT = TierLimits(lease_seconds=1.5, grace_seconds=0.2, room_seconds=60.0)
+"""For tests of a tier that falls silent."""
 
 
 class NodeTier(LocalTier):
     """A tier that serves planes which reach across processes, with memory nodes or as one."""
 
-    def __init__(self, path: str, *, memory_nodes: str = "", planes: tuple[str, ...] = ("zmq",), records: int = 256, listen: str = "127.0.0.1:0"):
+    def __init__(self, path: str, *, memory_nodes: str = "", planes: tuple[str, ...] = ("zmq",), records: int = 256, listen: str = "127.0.0.1:0",
+                 limits: TierLimits = LIMITS):
         whole = node_rig.TierOptions
         node_rig.TierOptions = functools.partial(whole, memory_nodes=memory_nodes)
         try:
-            super().__init__(path, records=records, planes=planes, limits=LIMITS, listen=listen)
+            super().__init__(path, records=records, planes=planes, limits=limits, listen=listen)
         finally:
             node_rig.TierOptions = whole
 
@@ -43,6 +47,15 @@ class NodeTier(LocalTier):
     @property
     def mover_pid(self) -> int | None:
         return self.server.mover.pid
+
+    def expire(self) -> None:
+        """The time of every committed room that nobody has claimed is over."""
+        def over() -> None:
+            for room in self.tier.rooms.values():
+                if room.manifest is not None:
+                    room.expires = 0.0
+
+        self.call(over)
 
     def at_baseline(self) -> bool:
         now = self.inventory()
@@ -57,7 +70,7 @@ class Reader:
         self.context, self.seq = zmq.Context(), 0
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVTIMEO, 15_000)
+        self.socket.setsockopt(zmq.RCVTIMEO, int(WAIT * 1000))
         self.socket.connect(control)
         self.region = np.zeros(1 << 20, np.uint8)
         self.plane = make_plane(kind, incarnation("reader"), self.region)
@@ -116,11 +129,12 @@ def in_pool(prefill: Prefill, pages: np.ndarray, tokens: int) -> np.ndarray:
 class Fleet:
     """``memory`` nodes and, in front of them, ``local`` tiers with a prefill rank each. All prefill pools hold the same KV."""
 
-    def __init__(self, folder, *, local: int = 1, memory: int = 1, planes: tuple[str, ...] = ("zmq",), local_records: int = 256, memory_records: int = 256):
+    def __init__(self, folder, *, local: int = 1, memory: int = 1, planes: tuple[str, ...] = ("zmq",), local_records: int = 256, memory_records: int = 256,
+                 limits: TierLimits = LIMITS):
         self.folder, self.planes, self.readers = folder, planes, []
-        self.memory = [NodeTier(self.path(), planes=planes, records=memory_records) for _ in range(memory)]
+        self.memory = [NodeTier(self.path(), planes=planes, records=memory_records, limits=limits) for _ in range(memory)]
         nodes = ",".join(tier.control for tier in self.memory)
-        self.local = [NodeTier(self.path(), memory_nodes=nodes, planes=planes, records=local_records) for _ in range(local)]
+        self.local = [NodeTier(self.path(), memory_nodes=nodes, planes=planes, records=local_records, limits=limits) for _ in range(local)]
         self.prefill = [Prefill(tier.path, pages=128) for tier in self.local]
 
     def path(self) -> str:
@@ -134,13 +148,13 @@ class Fleet:
         return next(tier for tier in self.memory if tier.control == control)
 
     def settle(self, *skip) -> None:
-        """Waits until every tier but ``skip`` is back at its start."""
+        """Waits until every tier but ``skip`` is back at its start. Rooms that nobody has claimed by now expire."""
         for prefill in self.prefill:
             until(lambda: not prefill.publisher.live and not prefill.publisher._waiting, "publications ended")
         for tier in (*self.local, *self.memory):
             if tier not in skip:
                 try:
-                    until(tier.at_baseline)
+                    until(lambda: tier.expire() or tier.at_baseline())
                 except AssertionError:
                     raise AssertionError(f"not at baseline: {tier.inventory()}") from None
 

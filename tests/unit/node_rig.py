@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import threading
 import time
 import uuid
+from collections import Counter
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -33,7 +37,7 @@ ROW = (8, 12)
 FINGERPRINT = "f" * 64
 SEED = b"seed" * 8
 SOURCE = "prefill/0"
-WAIT = 15.0
+WAIT = 60.0
 """Seconds after which a wait is a failure. Generous: the machine may be busy."""
 
 
@@ -51,6 +55,15 @@ def until(condition, what: str = "", seconds: float = WAIT):
         assert time.monotonic() < end, f"not within {seconds} s: {what}"
         time.sleep(0.0005)
     return value
+
+
+def descriptors() -> Counter[str]:
+    """How many this process has open of what can be left behind: sockets, pipes, events, polls, shared memory."""
+    kinds: Counter[str] = Counter()
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(FileNotFoundError):  # that of the listing
+            kinds[re.sub(r":\[\d+\]$", "", os.readlink(f"/proc/self/fd/{number}"))] += 1
+    return Counter({kind: count for kind, count in kinds.items() if kind in ("socket", "pipe") or kind.startswith(("anon_inode:", "/memfd:"))})
 
 
 class LocalTier:

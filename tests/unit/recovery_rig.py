@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import threading
 import time
@@ -59,7 +60,7 @@ class Workers:
         self.looks.append(address)
         found = self.at[address]
         if isinstance(found, Exception):
-            raise found
+            raise copy.copy(found)  # the traceback of one that stays would keep a whole node
         return Worker(*found, None, self.control())
 
 
@@ -91,6 +92,7 @@ def complete(req):
     for name in ("multimodal_inputs", "input_embeds", "lora_id", "beam_group", "session", "custom_logit_processor", "pd_rebootstrap_forced_output_id"):
         setattr(req, name, None)
     req.bootstrap_room, req.return_logprob, req.pd_rebootstrap_in_progress = getattr(req.pull, "room", 1), False, False
+    req.require_reasoning = req.return_sampling_mask = False
     req.time_stats = SimpleNamespace(set_retract_time=lambda: None)
     for name in ("stop_token_ids", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "sampling_seed", "watermark"):
         setattr(req.sampling_params, name, None)

@@ -264,9 +264,11 @@ def test_a_worker_aborts_what_is_left_in_time_or_at_the_second_signal():
         manager = Manager()
         drain = draining.Drain(manager, 30.0, dict)
         drain.signalled()
-        assert manager.sent == [{"rid": draining.NO_MORE}] and manager.later[0][0] == 30.0
+        assert manager.sent == [{"rid": draining.NO_MORE, "abort_message": draining.NO_MORE}] and manager.later[0][0] == 30.0
         drain.signalled() if second else manager.later[0][1]()
-        assert manager.sent[-1] == {"abort_all": True, "abort_message": "the server is going down"}
+        last = manager.sent[-1]
+        assert last["abort_all"] and last["abort_message"] == last["finished_reason"]["message"] == "the server is going down"
+        assert last["finished_reason"]["status_code"] == 503
 
 
 class Node:
@@ -304,7 +306,7 @@ def test_a_scheduler_is_told_and_closes_its_node(role):
 
 def test_sigterm_is_heard_by_sglang_and_by_us(monkeypatch):
     class Abort:
-        def __init__(self, rid="", abort_all=False, abort_message=None):
+        def __init__(self, rid="", abort_all=False, abort_message=None, finished_reason=None):
             self.rid, self.abort_all, self.abort_message = rid, abort_all, abort_message
 
     monkeypatch.setitem(sys.modules, "sglang.srt.managers.io_struct", Some(AbortReq=Abort))  # importing SGLang's costs seconds
@@ -355,4 +357,5 @@ def test_a_staging_tier_that_drains_finishes_its_moves():
     assert (refused.code, refused.room, refused.retryable) == ("Draining", 2, True) and not bench.upstream.asked
     assert bench.commit(room=1) is None and drain.left()["moves"] == 1
     bench.upstream.answer(m.Ok())
-    assert isinstance(bench.told("W")[0], m.Ok) and not any(drain.left().values())
+    assert isinstance(bench.told("W")[0], m.Ok) and drain.left() == {"leases": 0, "rooms": 1, "moves": 0}, "nobody knows yet where it is"
+    assert isinstance(bench.ask("R", m.Await, room=1, rank=0, seconds=5.0), m.Moved) and not any(drain.left().values())

@@ -177,6 +177,17 @@ def test_options_that_are_refused_by_name(changes):
 # -- asking workers ---------------------------------------------------------------------------------------------------
 
 
+ASKERS: list[Recomputer] = []
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    """Those that a test has made are closed at its end."""
+    yield
+    while ASKERS:
+        ASKERS.pop().close()
+
+
 @pytest.fixture
 def worker():
     one = PrefillWorker()
@@ -206,8 +217,9 @@ def asking(found: dict, started: list | None = None, cancelled: list | None = No
             started.append(pull)
         return pull
 
-    return Recomputer(addresses=list(found), look=look, start=start, headers={"Authorization": "Bearer key"},
-                      cancel=lambda pull, reason: cancelled.append((pull, reason)) if cancelled is not None else None)
+    ASKERS.append(Recomputer(addresses=list(found), look=look, start=start, headers={"Authorization": "Bearer key"},
+                             cancel=lambda pull, reason: cancelled.append((pull, reason)) if cancelled is not None else None))
+    return ASKERS[-1]
 
 
 def order(seconds: float = 10.0, **more) -> Order:
@@ -317,6 +329,25 @@ def test_orders_run_beside_each_other_up_to_a_bound(monkeypatch, tier):
         assert len(inside) == 2 and asker._threads == 2
         gate.set()
         until(lambda: len(inside) == 5)
+    finally:
+        gate.set()
+        slow.close()
+
+
+def test_close_ends_the_threads_once_they_are_through(tier):
+    gate, inside = threading.Event(), []
+    slow = PrefillWorker(lambda body: (inside.append(1), gate.wait(10), 200)[2])
+    try:
+        asker = asking({"a:1": Worker(slow.url, "a:1/0", None, tier)})
+        for _ in range(3):
+            asker.submit(order())
+        until(lambda: len(inside) == 3)
+        threads = [thread for thread in threading.enumerate() if getattr(getattr(thread, "_target", None), "__self__", None) is asker]
+        asker.close()
+        gate.set()
+        for thread in threads:
+            thread.join(10)
+        assert len(threads) == 3 and not any(thread.is_alive() for thread in threads)
     finally:
         gate.set()
         slow.close()

@@ -581,6 +581,7 @@ def test_whoever_gives_up_while_pages_come_nothing_is_left_on_either_side(fleets
             finish(fleet, pub)
         until(local.at_baseline)
     assert local.mover_pid == pid
+    fleet.memory[0].expire()
     until(fleet.memory[0].at_baseline)
     if who != "worker dies":
         lives(fleet, 1)

@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from node_rig import until
 
 from prefill_node import publisher as publishing
-from transport.errors import RoomFailed
+from transport.errors import PeerLost, RoomFailed
 from transport.integrity import index_rows, piece_digests
 from transport.layout import ArenaGeometry, KVLayout
+from transport.tier import TierLimits
 
 
 @pytest.mark.parametrize("asked", ["before", "after"])
 @pytest.mark.parametrize("end", ["abort", "death"])
 def test_a_prompt_of_which_six_pages_of_ten_were_published_is_never_admitted(worlds, asked, end):
-    world = worlds(tier=dict(records=16))
+    world = worlds(tier=dict(records=16, limits=TierLimits(lease_seconds=2.0, grace_seconds=0.2, room_seconds=60.0)))  # so long it knows why
+    publisher, noticed = world.prefill.publisher, threading.Event()
     ids, pages = world.prompt(40)
     pull = world.decode.pull(1) if asked == "before" else None
     pub = world.prefill.open(1, ids)
     until(lambda: pub.state == publishing.OPEN)
-    world.prefill.publisher.send(pub, pages[:6], 0, 24, None)
-    until(lambda: world.prefill.publisher.totals["pages_published"] == 6)
+    publisher.send(pub, pages[:6], 0, 24, None)
+    until(lambda: publisher.totals["pages_published"] == 6)
     assert world.tier.inventory()["writing"] == 10
     if pull is not None:
         until(lambda: pull.state == "awaiting")
     if end == "abort":
-        world.prefill.publisher.cancel(pub, "the client left")
+        publisher.cancel(pub, "the client left")
     else:
-        world.prefill.publisher.client._socket.shutdown(2)
+        publisher._inbox.put((noticed.wait,))  # a dead worker does not come back and give its room up
+        publisher.client._socket.shutdown(2)
     until(lambda: world.tier.inventory()["rooms"] == 0, "the tier knows")
     pull = pull or world.decode.pull(1)
     until(lambda: pull.state == "failed")
-    assert isinstance(pull.error, RoomFailed) and pull.error.room == 1
+    assert isinstance(pull.error, RoomFailed if end == "abort" else PeerLost) and pull.error.room == 1
     assert pull.manifest is None and not world.decode.rows and world.decode.plane.reads == 0
+    noticed.set()
+    until(lambda: publisher.totals["reattached"] == (end == "death"), "attached again")
     world.settle()
     now = world.tier.inventory()
     assert now["free"] == 16 and now["cached"] == 0, "what was written of it is nobody's cache"
-    until(lambda: world.prefill.publisher.client.alive(), "attached again")
     again = world.prefill.publish(2, ids, pages)
     assert again.state == publishing.COMMITTED and again.fresh.all()
     assert world.pull_into(2, np.arange(10)).state == "done" and world.arrived(pages, np.arange(10), 40)

@@ -52,7 +52,7 @@ REPLIES = [
     m.Held(seq=8, records=bytes(12), generations=bytes(24), roots=bytes(24), lease=9, lease_seconds=30.0),
 ]
 CASES = [(r, m.decode_request) for r in REQUESTS] + [(r, m.decode_reply) for r in REPLIES]
-OPTIONAL = {m.Release: ("doubted",), m.Hello: ("control",), m.Welcome: ("memory_nodes",), m.Open: ("wish",)}
+OPTIONAL = {m.Abort: ("lost",), m.Await: ("begin",), m.Release: ("doubted",), m.Hello: ("control",), m.Welcome: ("memory_nodes",), m.Open: ("wish",)}
 """Fields that may be left out, beside those of a failure."""
 IDS = [type(r).__name__ for r, _ in CASES]
 

@@ -26,9 +26,9 @@ def read(collector) -> dict[str, float]:
 
 ELSEWHERE = ("evicted", "rooms_moved", "pages_there", "pages_moved", "bytes_moved", "moves_retried", "moves_failed", "rooms_filled", "bytes_filled",
              "fills_failed", "mover_restarts", "pages_donated", "bytes_donated", "pages_fetched_back", "bytes_fetched_back", "fetch_seconds",
-             "fetches_failed", "fetches_slower", "records_zeroed")
-"""Counters of tiers with memory nodes, memory nodes, donations and zero_freed: test_memory_tier.py, test_relay.py, test_fetch_back.py,
-test_donation.py, test_tenants.py."""
+             "fetches_failed", "fetches_slower", "records_zeroed", "records_doubted")
+"""Counters of tiers with memory nodes, memory nodes, donations, zero_freed and damage: test_memory_tier.py, test_relay.py, test_fetch_back.py,
+test_donation.py, test_tenants.py, test_tier.py."""
 
 
 def test_every_metric_of_the_tier_moves():

@@ -54,7 +54,7 @@ def site():
 
 
 def bootstrap() -> web.Application:
-    server = SimpleNamespace(peers={}, several_hosts=False)
+    server = SimpleNamespace(peers={}, several_hosts=False, token=b"")
     app = web.Application()
     app.router.add_put("/oasis/peer", lambda request: prefilling.OasisBootstrapServer._put_peer(server, request))
     app.router.add_get("/oasis/peer", lambda request: prefilling.OasisBootstrapServer._get_peer(server, request))

@@ -504,7 +504,7 @@ def test_a_publication_that_never_ended_is_dropped_with_its_worker(worlds):
     until(lambda: pub.state == OPEN and waiting.state == "awaiting")
     world.prefill.close()
     until(lambda: waiting.state == "failed")
-    assert isinstance(waiting.error, RoomFailed) and "died before the commit" in str(waiting.error)
+    assert isinstance(waiting.error, PeerLost) and "died before the commit" in str(waiting.error)
     until(world.tier_at_baseline)
 
 
@@ -552,6 +552,35 @@ def test_a_restarted_tier_fails_what_was_not_committed_and_serves_what_comes(wor
     told = world.decode.pull(1)
     until(lambda: told.state == "failed", "readers of the lost room hear it from the new tier")
     assert isinstance(told.error, RoomFailed)
+
+
+def test_a_tier_that_is_back_takes_the_next_prompt_at_once(worlds, monkeypatch):
+    """What a reader lost with it is asked for again as soon as it listens, which is sooner than anybody here would look."""
+    monkeypatch.setattr("prefill_node.publisher.REATTACH_SECONDS", 600.0)
+    world = worlds()
+    ids, pages = world.prompt(20)
+    world.tier.stop()
+    until(lambda: world.prefill.publisher.totals["attach_failures"], "it was looked for")
+    restarted(world)
+    pub = world.prefill.publish(1, ids, pages)
+    assert pub.state == COMMITTED, pub.error
+    assert world.prefill.publisher.totals["reattached"] == 1 and world.prefill.publisher.totals["rooms_failed"] == 0
+
+
+def test_the_prompt_that_finds_the_new_tier_does_not_bring_the_lost_ones_along(worlds):
+    world = worlds()
+    lost = [world.prefill.open(room, np.arange(8)) for room in (1, 2)]
+    until(lambda: all(pub.state == OPEN for pub in lost))
+    hold = gate(world.prefill.publisher)
+    restarted(world)
+    found = world.prefill.open(3, np.arange(8))
+    hold.set()
+    until(lambda: found.state != OPENING)
+    assert found.state == OPEN and found.fresh.all(), found.error
+    assert all(pub.state == FAILED and isinstance(pub.error, PeerLost) for pub in lost)
+    assert set(world.prefill.publisher.live) == {found}
+    world.prefill.publisher.cancel(found, "")
+    thread_lives(world)
 
 
 def test_requests_that_keep_coming_do_not_keep_it_from_attaching_again(worlds):

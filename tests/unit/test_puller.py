@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from types import SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-from node_rig import SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, row_of, small_layout, until
+from node_rig import SOURCE, WAIT, Decode, LocalTier, Pool, Prefill, World, descriptors, row_of, small_layout, until
 
 from decode_node.pull import PHASES, PullLimits
 from prefill_node.publisher import COMMITTED, OPEN
@@ -729,13 +730,19 @@ def test_a_tier_that_does_not_serve_our_plane(worlds, tmp_path):
 
 
 def test_close_leaves_no_thread_and_no_socket(tmp_path):
+    before = descriptors()
     world = World(tmp_path)
     committed(world, 1, 8)
     world.pull_into(1, np.arange(2))
+    assert descriptors() - before
     puller = world.decode.puller
     world.close()
-    assert not puller._thread.is_alive() and puller._context.closed
-    assert not [t for t in threading.enumerate() if t.name in ("oasis-puller", "oasis-publisher", "tier") and t.is_alive()]
+    assert puller._context.closed and not any(thread.is_alive() for thread in (puller._thread, world.prefill.publisher._thread, world.tier.thread))
+    puller.pull(2, "too late/0")
+    puller.close()
+    del world, puller
+    gc.collect()  # views of the arena hold a descriptor
+    assert not descriptors() - before
 
 
 def test_pools_are_compared_by_value():

@@ -124,6 +124,7 @@ class Rig:
         self.node.prebuild()
 
     def close(self) -> None:
+        self.recovery.recomputer.close()
         self.worker.close()
 
 
@@ -363,6 +364,44 @@ def test_with_overlap_it_leaves_the_batch_at_once(rigs):
     rig.node.at_baseline()
 
 
+def test_one_whose_token_sglang_has_put_aside_loses_no_other(rigs):
+    """As after a weight update (``pause_generation``): then it is SGLang that makes the receiver."""
+    rig = rigs()
+    [req] = running(rig, (400, 60), steps=2)
+    answered = list(req.output_ids)
+    rig.node.batch.filter_batch(reqs_to_exclude=[req])
+    rig.node.coordinator.request_finished(req)
+    rig.release_req(req=req)
+    req.pd_rebootstrap_forced_output_id, req.pd_rebootstrap_in_progress = req.output_ids.pop(), True
+    rig._create_receiver_and_enqueue(req, is_rebootstrap=True)
+    rig.until(req, KVPoll.WaitingForInput)
+    assert list(req.output_ids) == answered[:-1] and req.pd_rebootstrap_forced_output_id == answered[-1]
+    rig.allocate(req)
+    rig.until(req, KVPoll.Success)
+    rig.commit(req)
+    assert list(req.output_ids) == answered and len(rig.worker.bodies) == 1
+    rig.node.run(req)
+    rig.node.at_baseline()
+
+
+def test_one_that_is_aborted_after_it_failed_ends_with_why_it_failed(rigs):
+    rig = rigs()
+    [req] = running(rig, (400, 60), custom=None, steps=2)
+    rig.recovery.limits = RecoveryLimits(attempts=1)
+    rig.lose(req)
+    hold_back(rig.node.scheduler, rig.node.batch)
+    rig.until(req, KVPoll.WaitingForInput)
+    answered = [*req.output_ids, req.pd_rebootstrap_forced_output_id]
+    rig.lose(req, error=PeerLost("gone again"))
+    rig.until(req, KVPoll.Failed)
+    rig.receivers[req].abort()
+    with pytest.raises(KVTransferError, match="PeerLost: gone again"):
+        rig.receivers[req].failure_exception()
+    assert list(req.output_ids) == answered and req.oasis.refused == "attempts"
+    rig.receivers[req].clear()
+    rig.node.at_baseline()
+
+
 def test_one_that_has_just_ended_is_not_computed_again(rigs):
     rig = rigs()
     [req] = running(rig, (400, 60), steps=2)
@@ -497,6 +536,7 @@ def test_a_record_that_stays_damaged_is_computed_again_and_its_bytes_are_right(w
         assert world.arrived(source, target, 40) and rows == [row_of(req.bootstrap_room)]
         assert isinstance(req.oasis.pulls[0].error, IntegrityError) and len(req.oasis.pulls) == 2 and recovery.totals["recomputed"] == 1
         receiver.clear()
+        recovery.recomputer.close()
         world.settle()
     finally:
         worker.close()
@@ -592,4 +632,5 @@ def test_sglangs_request_gives_all_back_and_starts_over(nodes, monkeypatch):
     with pytest.raises(KVTransferError):
         queued[0].failure_exception()
     assert list(req.output_ids) == [11]
+    recovery.recomputer.close()
     node.at_baseline()

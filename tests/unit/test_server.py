@@ -17,8 +17,11 @@ import msgspec
 import numpy as np
 import pytest
 import zmq
+from hostile_rig import frames_of, seeds
 from node_rig import FINGERPRINT, ROW, LocalTier, small_layout, until
+from typer.testing import CliRunner
 
+from oasis_sglang.cli import app
 from transport import messages as m
 from transport.errors import (
     CapacityError,
@@ -184,7 +187,7 @@ def test_a_killed_worker_fails_its_open_room_and_keeps_its_committed_one(tier, r
         until(lambda: tier.inventory()["waiters"] == 1)
         worker.send_signal(signal.SIGKILL)
         reply = m.decode_reply(reader.socket.recv())
-        assert reply.seq == 2 and reply.code == "RoomFailed" and "victim" in reply.message and reply.room == 1
+        assert reply.seq == 2 and reply.code == "PeerLost" and "victim" in reply.message and reply.room == 1
         manifest = reader.ask(m.Await, epoch=epoch, room=2, rank=0, seconds=1.0)
         assert manifest.prompt_tokens == 8
         reader.ask(m.Release, epoch=epoch, leases=m.pack([manifest.lease], "u8"))
@@ -196,24 +199,15 @@ def test_a_killed_worker_fails_its_open_room_and_keeps_its_committed_one(tier, r
         worker.stdout.close()
 
 
-def frames(seed: int) -> list[bytes]:
-    rng = np.random.default_rng(seed)
-    good = m.encode(m.Ping(seq=1))
-    return [
-        b"", b"\0", struct.pack("<I", 0), struct.pack("<I", 0xFFFFFFFF), struct.pack("<I", m.MAX_MESSAGE + 1) + bytes(100),
-        struct.pack("<I", 100) + bytes(5), struct.pack("<I", 64) + rng.bytes(64), rng.bytes(1000),
-        struct.pack("<I", len(good)) + good[:-1] + b"\xc1", struct.pack("<I", len(good)) + good + rng.bytes(7),
-    ]
-
-
 def test_garbage_on_the_unix_socket_costs_only_its_sender(tier, client):
-    for raw in [frame for seed in range(5) for frame in frames(seed)]:
+    for raw in [frame for _, rng in seeds(5, 0) for frame in frames_of(m.encode(m.Ping(seq=1)), m.MAX_MESSAGE, rng)]:
         with socket.socket(socket.AF_UNIX) as sock:
             sock.connect(tier.path)
             sock.sendall(raw)
     assert isinstance(client.call(m.Ping), m.Ok)
     until(lambda: tier.inventory()["workers"] == 1)
     until(lambda: len(tier.server.connections) == 1, "the connections are closed")
+    assert tier.server.tier.totals["refused"] >= 5 * 5, "lengths and messages that cannot be are counted"
 
 
 def test_a_worker_that_never_reads_its_answers_costs_only_itself(tier, client):
@@ -240,9 +234,9 @@ def test_garbage_from_a_reader_is_answered_and_counted(tier, client, reader):
         reader.socket.send(raw)
         reply = m.decode_reply(reader.socket.recv())
         assert reply.code == "ProtocolError"
-    reader.socket.send_multipart([b"two", b"frames"])  # ignored
+    reader.socket.send_multipart([b"two", b"frames"])  # counted, not answered
     assert reader.hello().epoch == tier.server.epoch
-    assert tier.server.tier.totals["refused"] == 5 and tier.alive
+    assert tier.server.tier.totals["refused"] == 6 and tier.alive
 
 
 @pytest.mark.parametrize("make, fields", [
@@ -355,6 +349,50 @@ def test_the_http_numbers_follow_the_tables(tier, client, reader):
     reader.ask(m.Release, epoch=epoch, leases=m.pack([manifest.lease], "u8"))
     now = scrape()
     assert now['oasis_tier_records{state="cached"}'] == 1 and now['oasis_tier_records{state="free"}'] == 63 and now["oasis_tier_leases_released_total"] == 1
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_what_a_freed_record_held_is_gone_only_where_that_is_asked_for(tmp_path, asked):
+    """As another worker could read it, payloads and indexes, padding included."""
+    tier, client = LocalTier(str(tmp_path / "tier.sock"), records=8, zero_freed=asked), WorkerClient(str(tmp_path / "tier.sock"), timeout=10)
+    try:
+        client.attach(**HELLO)
+        sections = client.welcome.geometry.rows(client.arena.bytes)
+
+        def reserve(room: int) -> None:
+            assert sorted(m.unpack(client.call(m.Open, room=room, rank=0, seed=b"", hashes=b"", private=8).records, "u4").tolist()) == list(range(8))
+
+        def fill_and_give_up(room: int, value: int) -> None:
+            for section in sections:
+                section[:] = value
+            client.call(m.Abort, room=room, rank=0, reason="")
+
+        def hold(value: int) -> bool:
+            return all((section == value).all() for section in sections)
+
+        reserve(1)
+        fill_and_give_up(1, 7)
+        if asked:
+            until(lambda: hold(0), "zeroed while nobody wants them")
+        else:
+            tier.call(tier.tier.tick)
+            assert hold(7)
+        reserve(2)
+        fill_and_give_up(2, 9)
+        reserve(3)
+        assert hold(0 if asked else 9), "given out, whether or not there was time before"
+        assert tier.tier.totals["records_zeroed"] == 16 * asked
+    finally:
+        client.close()
+        tier.stop()
+
+
+@pytest.mark.parametrize("flags, asked", [([], False), (["--zero-freed"], True)])
+def test_that_is_an_option_of_the_command(monkeypatch, flags, asked):
+    served = []
+    monkeypatch.setattr("transport.server.serve", served.append)
+    assert CliRunner().invoke(app, ["tier", "--local", "unused", *flags]).exit_code == 0
+    assert [options.zero_freed for options in served] == [asked]
 
 
 def test_many_workers_at_once(tier):

@@ -257,6 +257,78 @@ def test_a_dead_worker_fails_its_open_rooms_only(bench):
     assert bench.inventory(writing=1, rooms=1, leases=1, workers=1) is True
 
 
+@pytest.mark.parametrize("lost, error", [(False, RoomFailed), (True, PeerLost)])
+def test_a_room_that_was_given_up_and_one_that_was_lost_with_its_tier(bench, lost, error):
+    """Before and after somebody waits for it: the worker tells a tier that came up after its prompt was begun."""
+    bench.await_("R1", 7)
+    bench.do("W1", m.Abort, room=7, rank=0, reason="why", retryable=lost, lost=lost)
+    [(_, told)] = bench.mail()
+    bench.do("W1", m.Abort, room=8, rank=0, reason="why", retryable=lost, lost=lost)
+    with pytest.raises(error) as later:
+        bench.await_("R1", 8)
+    assert type(told) is type(later.value) is error and told.retryable == later.value.retryable == lost
+
+
+def test_the_first_reason_stands(bench):
+    bench.open("W1", 7, private=1)
+    bench.tier.disconnect("W1")
+    bench.hello("W1")
+    bench.do("W1", m.Abort, room=7, rank=0, reason="what it thinks of it")
+    with pytest.raises(PeerLost, match="died before the commit"):
+        bench.await_("R1", 7)
+
+
+def test_a_prompt_that_never_reached_a_worker_is_waited_for_in_vain_no_longer_than_that(bench):
+    bench.do("R1", m.Await, room=7, rank=0, seconds=8.0, begin=5.0)
+    bench.do("R1", m.Await, room=8, rank=0, seconds=8.0, begin=5.0)
+    bench.open("W1", 8, private=1)
+    bench.later(4.9)
+    assert bench.mail() == [] and 0 < bench.tier.tick() <= 0.11, "it looks again in time"
+    bench.later(0.1)
+    [(session, error)] = bench.mail()
+    assert session == "R1" and isinstance(error, PeerLost) and error.room == 7 and error.retryable and "not reached" in error.message
+    bench.later(2.9)
+    assert bench.mail() == [], "the other one had begun"
+    bench.later(0.1)
+    [(_, error)] = bench.mail()
+    assert type(error) is DeadlineExceeded and error.room == 8
+
+
+@pytest.mark.parametrize("awaited_first", [False, True])
+def test_a_prompt_that_there_is_no_room_for_has_begun_and_dies_with_its_worker(bench, awaited_first):
+    bench.open("W1", 1, private=16)
+    bench.commit("W1", 1, 16)
+
+    def wait():
+        bench.do("R1", m.Await, room=7, rank=0, seconds=100.0, begin=5.0)
+
+    if awaited_first:
+        wait()
+    with pytest.raises(CapacityError):
+        bench.open("W1", 7, private=1)
+    if not awaited_first:
+        wait()
+    bench.later(6.0)
+    assert bench.mail() == [], "it waits in the worker's queue"
+    bench.tier.disconnect("W1")
+    [(_, error)] = bench.mail()
+    assert isinstance(error, PeerLost) and error.retryable and "W1" in error.message
+    assert bench.tier.sessions.keys() == {"R1"} and not bench.tier.failed
+
+
+def test_what_a_worker_gave_up_is_not_lost_with_it(bench):
+    bench.open("W1", 1, private=16)
+    bench.commit("W1", 1, 16)
+    with pytest.raises(CapacityError):
+        bench.open("W1", 7, private=1)
+    bench.do("W1", m.Abort, room=7, rank=0, reason="too late")
+    bench.await_("R1", 1)
+    assert not bench.tier.sessions["W1"].prompts, "a claimed room is not the worker's either"
+    bench.tier.disconnect("W1")
+    with pytest.raises(RoomFailed, match="too late"):
+        bench.await_("R1", 7)
+
+
 def test_cancel_before_open_before_commit_and_after(bench):
     bench.do("R1", m.Cancel, room=1, rank=0)
     bench.open("W1", 1, private=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 
@@ -40,7 +39,7 @@ class Tier:
         listener.close()
         arena = Arena.create(SIZE)
         welcome = m.Welcome(seq=self.request().seq, epoch="E", control="", geometry=ArenaGeometry.fit(LAYOUT, SIZE), endpoints=(), planes=(), lease_seconds=1.0)
-        socket.send_fds(self.end, [frame(welcome)], [os.dup(arena.fd)])
+        socket.send_fds(self.end, [frame(welcome)], [arena.fd])
         attaching.join()
         arena.close()
 

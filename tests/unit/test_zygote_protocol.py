@@ -47,6 +47,13 @@ def test_runs_a_command_with_its_environment_log_and_session(processes, tmp_path
     assert server.tail() == "1 None True"
 
 
+def test_an_owner_with_many_descriptors(many_descriptors, tmp_path):
+    with Processes(log=tmp_path / "zygote.log") as processes:
+        assert processes._control.fileno() > 1024
+        server = processes.run(python("print('ran')"), log=tmp_path / "a.log")
+        assert server.wait(10) == 0 and server.tail() == "ran"
+
+
 @pytest.mark.parametrize(
     ("code", "expected"), [("raise SystemExit(3)", 3), ("import os; os.kill(os.getpid(), 9)", -9)]
 )
