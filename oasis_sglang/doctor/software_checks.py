@@ -12,7 +12,7 @@ from oasis_sglang.models_supported import MODELS
 from oasis_sglang.plan.show import size
 
 PYTHON = (3, 11)
-NOT_OF_A_TIER = ("sglang", "sglang-router", "matplotlib", "jinja2", "requests")
+NOT_OF_A_TIER = ("sglang", "sglang-router", "nixl-cu12", "matplotlib", "jinja2", "requests")
 """Packages that an image for tiers alone may leave out."""
 SHOWN = 3
 
