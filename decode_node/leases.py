@@ -8,7 +8,7 @@ from collections.abc import Callable
 from decode_node.pull import Pull
 from decode_node.tier_link import TierLink
 from transport import messages as m
-from transport.errors import LeaseExpired, OasisError
+from transport.errors import LeaseExpired, OasisError, ProtocolError
 
 
 class LeaseKeeper:
@@ -47,7 +47,13 @@ class LeaseKeeper:
     def _renewed(self, held: list[Pull], link: TierLink, sent: float, reply: m.Reply | OasisError) -> None:
         if isinstance(reply, OasisError):
             return  # the link fails and takes its pulls along
-        gone = set(m.unpack(reply.gone, "u8").tolist())
+        try:
+            if not isinstance(reply, m.Renewed):
+                raise ProtocolError("the tier answered a renewal with something else", peer=link.peer)
+            gone = set(m.unpack(reply.gone, "u8").tolist())
+        except ProtocolError as error:
+            link.fail(error)
+            return
         for pull in held:
             if pull.manifest.lease in gone:
                 self.lost(pull, LeaseExpired("the tier ended the lease", room=pull.room, peer=link.peer))

@@ -34,6 +34,7 @@ class OasisDecodeManager(CommonKVManager):
 
     def __init__(self, args, disaggregation_mode, server_args, is_mla_backend=False):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # of SGLang's own back ends: nobody reads it here, and whoever reaches it could fill the memory behind it
         self.puller: p.Puller | None = None
         self._peers: dict[str, dict] = {}
         self._peers_lock = threading.Lock()
@@ -140,13 +141,17 @@ class OasisDecodeManager(CommonKVManager):
 
     # -- rows and reports ---------------------------------------------------------------------------------------
 
-    def row_writer(self, index: int):
-        """Function that writes a hand-over row into metadata slot ``index``."""
+    def row_writer(self, index: int, room: int):
+        """Function that writes the hand-over row of ``room`` into metadata slot ``index``. It raises ``LayoutMismatch``, and ``ProtocolError`` for
+        another room's."""
         targets = [(ptr + index * n, n) for ptr, n in zip(self.kv_args.aux_data_ptrs, self.kv_args.aux_item_lens)]
 
         def write(row: tuple[bytes, ...]) -> None:
             if [len(part) for part in row] != [n for _, n in targets]:
                 raise LayoutMismatch("the hand-over row differs in its fields", field="metadata_lens")
+            # SGLang's last field (``MetadataBuffers.get_buf_infos``). While it is 0 SGLang takes the row for one that is still to come.
+            if (said := int.from_bytes(row[-1][:8], "little")) != room:
+                raise ProtocolError(f"the hand-over row of another room ({said})", room=room)
             for (address, n), part in zip(targets, row):
                 ctypes.memmove(address, part, n)
 

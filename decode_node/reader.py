@@ -104,8 +104,9 @@ class JobReader:
         arena.attach(time.monotonic())
 
     def detach(self, link: TierLink) -> None:
-        """The link is gone, and with it the way to its arena. Idempotent."""
-        if arena := self.arenas.pop(link, None):
+        """The link is gone, and with it the way to its arena, unless another link leads there as well. Idempotent."""
+        arena = self.arenas.pop(link, None)
+        if arena is not None and arena.endpoint not in [other.endpoint for other in self.arenas.values()]:
             arena.close()
 
     def add(self, job: Job) -> None:

@@ -95,7 +95,7 @@ class OasisReceiver(CommonKVReceiver):
         pages, index = self._given
         self._fetched = self.pull
         try:
-            self.kv_mgr.fetch(self.req, self.pull, pages, self.kv_mgr.row_writer(index))
+            self.kv_mgr.fetch(self.req, self.pull, pages, self.kv_mgr.row_writer(index, self.pull.room))
         except OasisError as error:  # options of this request, or more than this node can hold
             self._refuse(error)
 

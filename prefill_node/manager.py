@@ -42,6 +42,7 @@ class OasisPrefillManager(CommonKVManager):
 
     def __init__(self, args, disaggregation_mode, server_args, is_mla_backend=False):
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
+        self.server_socket.close(linger=0)  # of SGLang's own back ends: nobody reads it here, and whoever reaches it could fill the memory behind it
         self.publisher: p.Publisher | None = None
         self.tap: QueryTap | None = None
         self.restorer: Restorer | None = None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import get_args
@@ -170,3 +172,14 @@ def throw_at(address: tuple[str, int], undo: ExitStack, *, all_of_it: bool) -> N
         with suppress(OSError):
             sock = undo.enter_context(socket.create_connection(address, timeout=5))
             sock.sendall(raw)
+
+
+def takes_messages(undo: ExitStack, addresses: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
+    """Where a ZeroMQ PULL lets anybody put what nobody reads."""
+    context = undo.enter_context(zmq.Context())
+    found = {address: context.socket(zmq.PUSH) for address in addresses}
+    for (host, port), push in found.items():
+        push.linger, push.immediate, push.ipv6 = 0, True, True
+        push.connect(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+    time.sleep(0.5)
+    return [address for address, push in found.items() if push.poll(0, zmq.POLLOUT)]

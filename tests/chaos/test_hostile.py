@@ -15,6 +15,7 @@ from garbage_rig import (
     dealer,
     listening,
     sound_requests,
+    takes_messages,
     talk_to_its_socket,
     talk_to_the_bootstrap_server,
     talk_to_the_data_plane,
@@ -73,6 +74,7 @@ def test_garbage_on_every_socket(stack, prompts, expected):
         ended_by_it = talk_to_its_socket(undo, path, sound_requests(row, welcome))
         assert totals(stack, "tier")["refused"] - refused >= ended_by_it > 10
         talk_to_the_data_plane(undo, next(e for e in welcome.endpoints if e.kind == "zmq"))
+        assert takes_messages(undo, others) == [], "of SGLang's own back ends"
         talk_to_the_bootstrap_server(f"http://127.0.0.1:{stack.bootstrap_port}", row)
         assert peer_row(stack) == row, "decode nodes are sent where they were"
         along = [pair(stack, prompts.fits, 16)[1] for _ in range(3)]
@@ -119,7 +121,8 @@ def lies(records: int, layout) -> dict:
         "a page less": (page_less, "RoomFailed", "400 tokens here, 384 committed"),
         "a short hand-over row": (lambda x: replace(x, metadata=(x.metadata[0][:-8], *x.metadata[1:])), "LayoutMismatch", "hand-over row"),
         "a hand-over row less": (lambda x: replace(x, metadata=x.metadata[:-1]), "LayoutMismatch", "hand-over row"),
-        "another request's hand-over row": (lambda x: replace(x, metadata=(*x.metadata[:-1], bytes([1, *bytes(len(x.metadata[-1]) - 1)]))), "HTTP 500", "Metadata corruption"),
+        "another request's hand-over row": (lambda x: replace(x, metadata=(*x.metadata[:-1], bytes([1, *bytes(len(x.metadata[-1]) - 1)]))), "ProtocolError", "another room"),
+        "a hand-over row of no room": (lambda x: replace(x, metadata=(*x.metadata[:-1], bytes(len(x.metadata[-1])))), "ProtocolError", "another room"),
         "another room": (lambda x: replace(x, room=x.room + 1), "ProtocolError", "another room"),
         "another epoch": (lambda x: replace(x, epoch="0" * 32), "ProtocolError", "another room"),
         "a ranking of nothing": (lambda x: replace(x, ranking=m.pack([[25]] * layout.pieces, "u4")), "ProtocolError", "25 whole blocks"),

@@ -75,7 +75,7 @@ def make_manager(puller, recovery: Recovery | None, **bound) -> SimpleNamespace:
     return SimpleNamespace(**{
         "puller": puller, "recovery": recovery, "defer_decode_allocation": False, "request_status": {}, "prefill_response_tracker": {},
         "addr_to_rooms_tracker": defaultdict(set), "update_status": lambda room, status: None, "refusal": lambda address: None,
-        "kv_args": SimpleNamespace(page_size=16), "row_writer": lambda index: lambda row: None, "release": lambda req: None, **bound})
+        "kv_args": SimpleNamespace(page_size=16), "row_writer": lambda index, room: lambda row: None, "release": lambda req: None, **bound})
 
 
 def make_receiver(manager, req, *, again: bool = False) -> OasisReceiver:

@@ -81,3 +81,28 @@ def test_a_lease_below_zero_is_no_lease(middle, lease):
     committed(world, 2)
     assert world.pull_into(2, np.arange(3)).state == "done"
     assert not world.decode.puller.totals["internal_errors"]
+
+
+@pytest.mark.parametrize("answer", [m.Ok(), m.Renewed(gone=b"odd")])
+def test_a_renewal_that_is_not_answered_as_one_ends_the_link(middle, answer):
+    world, _ = middle(lambda reply: replace(answer, seq=reply.seq) if isinstance(reply, m.Renewed) else reply)
+    committed(world, 1)
+    pull = world.decode.pull(1, MIDDLE)
+    until(lambda: pull.state == "failed", "its tier makes no sense")
+    assert isinstance(pull.error, ProtocolError) and not world.decode.puller.totals["internal_errors"]
+
+
+def test_a_tier_that_names_anothers_data_plane_does_not_take_it_along(middle):
+    """Two links to one arena, as when a memory node is known under two addresses: the end of one is none of the other's business."""
+    world, between = middle(lambda reply: reply)
+    puller = world.decode.puller
+    committed(world, 1)
+    assert tried(world, 1).state == "done"
+    committed(world, 2)
+    assert world.pull_into(2, np.arange(3)).state == "done"
+    lost = puller.totals["links_lost"]
+    between.close()
+    until(lambda: puller.totals["links_lost"] > lost, "it is gone")
+    committed(world, 3)
+    assert world.pull_into(3, np.arange(3)).state == "done"
+    assert not puller.totals["read_failures"], "its own connection stood"

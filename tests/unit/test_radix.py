@@ -218,14 +218,15 @@ def test_a_receiver_names_the_pages_that_are_here(prefix, pages, expected):
     from decode_node.receiver import OasisReceiver
 
     receiver, asked = OasisReceiver.__new__(OasisReceiver), []
-    receiver.kv_mgr = SimpleNamespace(kv_args=SimpleNamespace(page_size=16), row_writer=lambda index: index, fetch=lambda *args: asked.append(args))
-    receiver.req, receiver.pull, receiver.error, receiver.bootstrap_room, receiver.conclude_state = "req", None, None, 1, None
+    receiver.kv_mgr = SimpleNamespace(kv_args=SimpleNamespace(page_size=16), row_writer=lambda *of: of, fetch=lambda *args: asked.append(args))
+    receiver.req, receiver.error, receiver.bootstrap_room, receiver.conclude_state = "req", None, 1, None
+    receiver.pull = None if expected is None else SimpleNamespace(room=1)
     receiver.send_metadata(np.array(pages, np.int32), 4, decode_prefix_len=prefix)
     if expected is None:
         assert not asked and "whole pages" in str(receiver.error)
     else:
         [(req, pull, got, row)] = asked
-        assert (req, row, got.tolist(), got.dtype) == ("req", 4, expected, np.int64)
+        assert (req, row, got.tolist(), got.dtype) == ("req", (4, 1), expected, np.int64)
 
 
 # -- options ------------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Rig:
         self.workers.at[ADDRESS] = (self.worker.url, SOURCE)
         self.recovery = node.coordinator.recovery = make_recovery(node.puller, self.workers, limits)
         self.rows: list[int] = []
-        self.manager = make_manager(node.puller, self.recovery, release=node.coordinator.request_finished, row_writer=lambda index: self.wrote,
+        self.manager = make_manager(node.puller, self.recovery, release=node.coordinator.request_finished, row_writer=lambda index, room: self.wrote,
                                     fetch=lambda req, pull, pages, write_row: node._fetch(req, pull, pages, write_row))
         node.scheduler.running_batch, node.scheduler.disagg_decode_prealloc_queue = node.batch, self
         for name in ("req_to_token_pool", "token_to_kv_pool_allocator", "tree_cache"):
@@ -523,7 +523,7 @@ def test_a_record_that_stays_damaged_is_computed_again_and_its_bytes_are_right(w
         workers.at[ADDRESS] = (worker.url, SOURCE)
         rows = []
         recovery = make_recovery(world.decode.puller, workers)
-        manager = make_manager(world.decode.puller, recovery, row_writer=lambda index: rows.append, fetch=lambda req, pull, pages, write_row: world.decode.give(
+        manager = make_manager(world.decode.puller, recovery, row_writer=lambda index, room: rows.append, fetch=lambda req, pull, pages, write_row: world.decode.give(
             pull, WholePages(world.decode.sink, world.decode.layout, pages), write_row))
         manager.kv_args.page_size = world.decode.layout.block_tokens
         req = complete(SimpleNamespace(rid="r", origin_input_ids=tokens.tolist(), output_ids=[], sampling_params=SimpleNamespace(custom_params=None), pull=None))
