@@ -102,3 +102,12 @@ def test_alerts_are_the_file_that_the_chart_carries():
     """What is in it: ``test_dashboards``."""
     [rule] = rig.kinds(rig.case("service monitor"), "PrometheusRule")
     assert rule["spec"] == yaml.safe_load(ALERTS.read_text()), "nothing of Prometheus' own templates is lost on the way"
+
+
+def test_alerts_take_the_plan_and_the_address_of_the_documents():
+    rules = {"enabled": True, "plannedBytesPerToken": 1500, "runbookPrefix": "https://git.example/oasis/blob/main/"}
+    [rule] = rig.kinds(rig.render(rig.merged(rig.PLAIN, {"monitoring": {"rules": rules}})), "PrometheusRule")
+    found = [one for group in rule["spec"]["groups"] for one in group["rules"]]
+    assert [one["expr"] for one in found if one.get("record") == "oasis:planned_bytes_per_prompt_token"] == ["vector(1500)"]
+    urls = {one["annotations"]["runbook_url"] for one in found if "alert" in one}
+    assert len(urls) > 20 and all(url.startswith("https://git.example/oasis/blob/main/docs/operations.md#oasis") for url in urls)
