@@ -29,7 +29,8 @@ POLICIES = listed(fields(["type", "value", "periodSeconds"], type={"enum": ["Pod
 BEHAVIOR = fields([], scaleUp=fields(["policies"], policies=POLICIES, stabilizationWindowSeconds=COUNT),
                   scaleDown=fields(["policies"], policies=POLICIES, stabilizationWindowSeconds=COUNT))
 TRIGGER = fields(["type", "metadata"], type={"const": "prometheus"}, name=TEXT, metricType={"enum": ["AverageValue", "Value"]},
-                 metadata=fields(["serverAddress", "query", "threshold"], serverAddress=TEXT, query=TEXT, threshold={"type": "string", "pattern": r"^[0-9.]+$"}))
+                 metadata=fields(["serverAddress", "query", "threshold"], serverAddress=TEXT, query=TEXT, threshold={"type": "string", "pattern": r"^[0-9.]+$"},
+                                 ignoreNullValues={"enum": ["true", "false"]}))
 
 SPECS = {
     ("monitoring.coreos.com/v1", "PodMonitor"): fields(["selector", "podMetricsEndpoints"], selector=SELECTOR, podTargetLabels=listed(TEXT),

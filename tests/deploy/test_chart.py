@@ -96,7 +96,8 @@ def test_names_labels_and_references_hold_together(name):
     for service in rig.kinds(objects, "Service"):
         [pod] = [pod for pod in templates if service["spec"]["selector"].items() <= pod.labels.items()]
         named = {port["name"]: port["containerPort"] for container in pod.containers for port in container.get("ports", ())}
-        assert {port["targetPort"]: port["port"] for port in service["spec"]["ports"]} == named, "as the pods call them, at the same numbers"
+        assert {port["name"]: port["targetPort"] for port in service["spec"]["ports"]} == named, "by number: older Kubernetes finds no sidecar's port by name"
+        assert all(port["port"] == port["targetPort"] for port in service["spec"]["ports"])
     for one in rig.kinds(objects, "StatefulSet"):
         assert ("Service", one["spec"]["serviceName"]) in ids
 
@@ -145,6 +146,11 @@ REFUSED = [
     ({"ports": {"control": 8998}}, r"ports\.bootstrap and ports\.control are both 8998"),
     ({"ports": {"control": 40000}}, r"ports\.control 40000 lies within transfer\.dataPorts"),
     ({"transfer": {"dataPorts": {"from": 50000, "to": 40000}}}, r"transfer\.dataPorts: from is not below to"),
+    ({"ports": {"router": 29000}}, r"ports\.router and ports\.routerMetrics are both 29000"),
+    (merged(rig.SEVERAL, {"ports": {"tierHttp": 20000}}), r"ports\.tierHttp 20000 is where the pods of one worker find each other"),
+    ({"router": {"resources": {"requests": {"memory": "4Gi"}}}}, r"router\.resources: limits\.memory 1Gi is below requests\.memory 4Gi"),
+    ({"prefill": {"resources": {"limits": {"nvidia.com/gpu": "4"}}}}, r"prefill\.resources\.limits: nvidia\.com/gpu is counted by the chart"),
+    ({"decode": {"podLabels": {"app.kubernetes.io/component": "x"}}}, r"invalid propertyName 'app\.kubernetes\.io/component'"),
 ]
 
 

@@ -28,6 +28,7 @@ def test_keda_scales_by_queries_that_can_say_something(name):
                 assert matchers == {"namespace": NAMESPACE, "pod": f"{FULL}-{role}-.+"}, "of this release's pods of that role"
                 asked.add(selector.name)
             assert trigger["metadata"]["serverAddress"] == section["monitoring"]["prometheusUrl"]
+            assert trigger["metadata"]["ignoreNullValues"] == "false", "figures that are missing are not 0"
     assert asked == {"sglang:num_queue_reqs", "sglang:num_prefill_bootstrap_queue_reqs", "sglang:time_to_first_token_seconds_bucket",
                      "oasis_decode_kv_pool_tokens", "oasis_decode_stall_seconds_total"}
     usage = triggers[f"{FULL}-decode"]["token-usage"]

@@ -349,6 +349,18 @@ def test_placement_reaches_its_role():
     assert prefill.volume("model")["persistentVolumeClaim"] == {"claimName": "models"} and variables(prefill["prefill"])["HF_HOME"]["value"] == "/models/huggingface"
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode", "tier", "router"])
+def test_the_users_environment_replaces_the_charts(role):
+    """A name that is there twice is refused when it is applied on the server, as Helm 4 does."""
+    own = [{"name": "HOME", "value": "/tmp"}, {"name": "UCX_TLS", "value": "tcp,self"}, {"name": "MINE", "value": "$(POD_IP)"}]
+    roles = rig.by_role(rig.render(merged(PLAIN, {role: {"extraEnv": own}})))
+    pod = roles["prefill" if role == "tier" else role]
+    for container in (pod[name] for name in (role, f"doctor-{role}") if name in pod):
+        names = [one["name"] for one in container["env"]]
+        assert len(set(names)) == len(names) and "POD_IP" in names[:names.index("MINE")]
+        assert {name: variables(container)[name] for name in ("HOME", "UCX_TLS", "MINE")} == {one["name"]: one for one in own}
+
+
 def test_images_by_digest():
     roles = rig.by_role(rig.case("sidecar, everything"))
     images = {container["name"]: container["image"] for pod in roles.values() for container in pod.containers}

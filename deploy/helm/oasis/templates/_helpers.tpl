@@ -67,13 +67,17 @@ imagePullPolicy: {{ .pullPolicy }}
 {{- $limits := deepCopy (.resources.limits | default dict) -}}
 {{- $memory := printf "%dMi" (div (add $needed 1048575) 1048576) -}}
 {{- range $of, $given := dict "requests" $requests "limits" $limits -}}
-{{- range $name, $_ := $given }}{{ if hasPrefix "hugepages-" $name }}{{ fail (printf "%s.resources.%s: %s belongs into %s.hugepages" $.path $of $name $.path) }}{{ end }}{{ end -}}
+{{- range $name, $_ := $given }}{{ if hasPrefix "hugepages-" $name }}{{ fail (printf "%s.resources.%s: %s belongs into %s.hugepages" $.path $of $name $.path) }}{{ end }}
+{{- if hasKey $.extra $name }}{{ fail (printf "%s.resources.%s: %s is counted by the chart (gpuResource, model.tensorParallel, transfer.rdma)" $.path $of $name) }}{{ end }}{{ end -}}
 {{- if and $given.memory (lt (include "oasis.bytes" $given.memory | int64) $needed) -}}
 {{- fail (printf "%s.resources.%s.memory: %s is below %s = %s, which it has to hold" $.path $of $given.memory (join " + " $.memory) $memory) -}}
 {{- end -}}
 {{- end -}}
 {{- $_ := set $limits "memory" ($limits.memory | default $requests.memory | default $memory) -}}
 {{- $_ := set $requests "memory" ($requests.memory | default $memory) -}}
+{{- if lt (include "oasis.bytes" $limits.memory | int64) (include "oasis.bytes" $requests.memory | int64) -}}
+{{- fail (printf "%s.resources: limits.memory %s is below requests.memory %s" .path $limits.memory $requests.memory) -}}
+{{- end -}}
 resources:
   requests:
     {{- merge $requests .extra | toYaml | nindent 4 }}

@@ -68,8 +68,17 @@ securityContext:
     {{- end }}
 {{- end -}}
 
-{{/* "ucx": whether the process transfers; "env": the user's, which comes last and wins. */}}
+{{/* "env": the user's, which wins. Nothing is named twice: Helm 4 applies on the server, which refuses that. */}}
 {{- define "oasis.env" -}}
+{{- $names := list -}}
+{{- range .env }}{{ $names = append $names .name }}{{ end -}}
+{{- $all := list -}}
+{{- range include "oasis.ownEnv" . | fromYamlArray }}{{ if not (has .name $names) }}{{ $all = append $all . }}{{ end }}{{ end -}}
+{{- concat $all (.env | default list) | toYaml -}}
+{{- end -}}
+
+{{/* "ucx": whether the process transfers; "more": further ones, as YAML. */}}
+{{- define "oasis.ownEnv" -}}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
 - {name: HOME, value: /cache}
 - {name: USER, value: oasis}
@@ -83,9 +92,6 @@ securityContext:
 {{- end }}
 {{- with .more }}
 {{ . }}
-{{- end }}
-{{- with .env }}
-{{ toYaml . }}
 {{- end }}
 {{- end -}}
 
