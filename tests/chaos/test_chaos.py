@@ -198,7 +198,6 @@ def test_a_full_arena_holds_back_and_then_refuses(stack, prompts, expected, hold
     assert time.monotonic() - start >= RESERVE, "not before it had waited"
     routed = ended(started(stack.url, request(prompts.more, 4), wanted=4))
     assert (routed.status, routed.code) == (REFUSED, 503) and "the arena is full" in routed.told, routed
-    print("the router passes on Retry-After:", repr(routed.retry_after))
     assert inventory(stack)["leased"] == held and inventory(stack)["writing"] == 0
     hold.unlink()
     for filler, name in zip(fillers, ("half", "third")):
