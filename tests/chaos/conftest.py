@@ -6,6 +6,7 @@ import os
 import signal
 import struct
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+
+
+_ends = ExitStack()
+"""Ends the stack: two cores do not carry it beside those of the tests that follow."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
+    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+        _ends.close()
 
 
 @dataclass(frozen=True)
@@ -66,8 +77,9 @@ def running_stack(model, hold, wall_clock, tmp_path_factory) -> Iterator[Stack]:
         tier_flags=("--lease-seconds", str(LEASE), "--grace-seconds", str(GRACE), "--room-seconds", "12", "--drain-seconds", "20"))
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent / "clock"), os.environ.get("PYTHONPATH"))))
     environment = import_environment() | {"PYTHONPATH": path, "OASIS_TEST_CLOCK": str(wall_clock)}
-    with Processes(log=folder / "zygote.log", env=environment) as processes, Stack(spec, processes, run_dir=folder, progress=print) as stack:
-        yield stack
+    with _ends:
+        processes = _ends.enter_context(Processes(log=folder / "zygote.log", env=environment))
+        yield _ends.enter_context(Stack(spec, processes, run_dir=folder, progress=print))
 
 
 @pytest.fixture(scope="session")
